@@ -1,0 +1,421 @@
+"""The frozen records that cross files: a Run's folder, what is in it, and how it is read and written.
+
+A session is a folder ``<utc>-<name>-<short id>/`` with ``report.html``, ``summary.md``, ``verdict.json`` and
+``runs/<n>-<profile>/``. A Run is one of those: ``run.json`` (RunRecord), ``telemetry.jsonl`` (TelemetryRow),
+``requests.jsonl`` (RequestRow and its frame), ``quality.jsonl`` (QualityRow), ``metrics-before.prom``,
+``metrics-after.prom`` and ``server.log``.
+
+Schema history: 1 first layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pytest_kvcache.errors import CannotJudge, CannotWrite, UnknownSchema
+from pytest_kvcache.quantities import Missing, Reading, Value
+
+SCHEMA_VERSION = 1
+T = TypeVar("T")
+
+
+class ValueRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A Reading or a Missing as a file holds it: ``missing`` is the reason, and then there is no value."""
+
+    value: float | str | bool | None = None
+    unit: str = ""
+    source: str = ""
+    wall_s: float = 0.0
+    missing: str | None = None
+    cannot_happen: bool = False
+
+    @classmethod
+    def of(cls, value: Value) -> ValueRecord:
+        """Return the record of a Reading or Missing."""
+        if isinstance(value, Missing):
+            return cls(missing=value.reason, cannot_happen=value.cannot_happen)
+        return cls(value.value, value.unit, value.source, value.wall_s)
+
+    def to_value(self) -> Value:
+        """Return the Reading or Missing that was recorded."""
+        if self.missing is not None or self.value is None:
+            return Missing(self.missing or "recorded without a value", self.cannot_happen)
+        return Reading(self.value, self.unit, self.source, self.wall_s)
+
+
+class SnapshotRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One server read once: canonical quantities for the whole server, and per engine rank where it has several."""
+
+    engine: str
+    wall_s: float
+    endpoint: str = ""
+    version: str = ""
+    quantities: dict[str, ValueRecord] = {}
+    per_rank: dict[str, dict[str, ValueRecord]] = {}
+    notes: list[str] = []
+
+    def value(self, name: str) -> Value:
+        """Return the quantity called ``name``; Missing where the snapshot does not hold it."""
+        record = self.quantities.get(name)
+        return record.to_value() if record is not None else Missing(f"{name} was not read")
+
+
+class GpuRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Memory of one card at one moment, in bytes; ``processes`` maps pid to bytes where NVML tells."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_bytes: int = 0
+    processes: dict[str, int] = {}
+
+
+class TelemetryRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One sample of one server. ``values`` holds numeric quantities that were there; ``error`` says why a read failed.
+
+    ``wall_s`` is Unix seconds on a monotonic clock (wall time at start + monotonic seconds since), so that differences are
+    durations and files of one machine join. ``ranks`` holds the numeric quantities of each engine rank, where there are several.
+    """
+
+    wall_s: float
+    endpoint: int = 0
+    values: dict[str, float] = {}
+    ranks: dict[str, dict[str, float]] = {}
+    gpus: list[GpuRow] = []
+    read_s: float = 0.0
+    error: str = ""
+
+
+class RequestRow(msgspec.Struct, frozen=True, omit_defaults=True, tag="request", tag_field="kind"):
+    """One request of the load. Times are Unix seconds on the worker's monotonic clock (see TelemetryRow.wall_s).
+
+    ``outcome`` is ``ok``, ``stopped_early`` or a rejection class (load/rejections.py). ``completion_tokens`` comes from the
+    server's ``usage`` and is None where the server sent none; ``chunks`` counts content events and is never a token count.
+    """
+
+    id: int
+    lane: str
+    intended_s: float
+    sent_s: float
+    end_s: float
+    outcome: str
+    worker: str = ""
+    endpoint: int = 0
+    first_token_s: float | None = None
+    status: int = 0
+    prompt_tokens_planned: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens_planned: int | None = None
+    completion_tokens: int | None = None
+    chunks: int = 0
+    longest_gap_s: float = 0.0
+    longest_gap_at_s: float | None = None
+    finish_reason: str = ""
+    error: str = ""
+    retry_after_s: float | None = None
+    length_source: str = ""
+    prompt: str | None = None
+    answer: str | None = None
+
+
+class LoadStart(msgspec.Struct, frozen=True, omit_defaults=True, tag="start", tag_field="kind"):
+    """First line of requests.jsonl: what was asked for, by which worker."""
+
+    wall_s: float
+    profile: str
+    worker: str = ""
+    seed: int = 0
+    options: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    argv: list[str] = []
+
+
+class LoadNote(msgspec.Struct, frozen=True, omit_defaults=True, tag="note", tag_field="kind"):
+    """Something that the load process saw: an exception in a task, a lag sample, a cap that bit."""
+
+    wall_s: float
+    subject: str
+    text: str = ""
+    values: dict[str, float] = {}
+
+
+class LoadEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
+    """Last line of requests.jsonl. Without it the file is incomplete, whatever the exit code of Locust was.
+
+    ``lag_p99_s`` is the event loop's own lag, ``cpu_s`` the CPU seconds of the worker, ``reason`` why the load ended.
+    """
+
+    wall_s: float
+    rows: int
+    reason: str
+    worker: str = ""
+    cpu_s: float = 0.0
+    lag_p99_s: float = 0.0
+    lag_max_s: float = 0.0
+    in_flight: int = 0
+
+
+LoadLine = RequestRow | LoadStart | LoadNote | LoadEnd
+
+
+class QualityRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One quality item asked once. ``item`` names it the same way before and after, so that items pair."""
+
+    item: str
+    passed: bool
+    wall_s: float = 0.0
+    length_tokens: int = 0
+    depth: float = 0.0
+    match: str = "exact"
+    error: str = ""
+    expected_hash: str = ""
+    answer_hash: str = ""
+    prompt_tokens: int | None = None
+    latency_s: float = 0.0
+    prompt: str | None = None
+    answer: str | None = None
+
+
+class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """run.json: everything about a Run that is not a time series. Lines are files beside it.
+
+    ``settings`` maps each option to ``{"value", "source"}``; ``config`` is the effective configuration read back from the
+    server; ``workload`` is a hash over profile, seed, lengths and arrivals, equal on both sides of a comparison.
+    """
+
+    schema_version: int
+    id: str
+    profile: str
+    side: str = ""
+    window: int = 0
+    engine: str = ""
+    engine_version: str = ""
+    embedded: bool = False
+    owned: bool = False
+    model: str = ""
+    endpoints: list[str] = []
+    launch_command: list[str] = []
+    started_wall_s: float = 0.0
+    ended_wall_s: float = 0.0
+    load_started_wall_s: float = 0.0
+    load_ended_wall_s: float = 0.0
+    settings: dict[str, dict[str, Any]] = {}
+    config: dict[str, ValueRecord] = {}
+    before: list[SnapshotRecord] = []
+    after: list[SnapshotRecord] = []
+    versions: dict[str, str] = {}
+    machine: dict[str, Any] = {}
+    provenance: dict[str, str] = {}
+    seed: int = 0
+    workload: str = ""
+    cache_state: str = ""
+    sample_hz: float = 0.0
+    load_argv: list[str] = []
+    load_exit: int | None = None
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    notes: list[str] = []
+    unmeasured: list[str] = []
+
+
+class QualitySummary(msgspec.Struct, frozen=True):
+    """Pass counts of a quality set: over all items, and by prompt length as ``{length_tokens: (passed, asked)}``.
+
+    ``errors`` counts items that got no answer; they count as asked and not as passed.
+    """
+
+    items: int
+    passed: int
+    errors: int
+    by_length: dict[int, tuple[int, int]]
+
+
+class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One gate as judged. ``verdict`` is PASS, FAIL, INCONCLUSIVE or INVALID; one that cannot apply has ``applicable`` False.
+
+    ``value`` is what was gated against ``bound`` (``bound_text`` as people read it); in a comparison ``before`` and ``after``
+    stand beside it and ``low``/``high`` are the interval that was judged. ``beside`` holds the three numbers that a usage
+    ratio is never shown without. ``evidence`` is a path inside the session folder, ``method`` names the test and its source.
+    """
+
+    name: str
+    quantity: str
+    verdict: str
+    text: str
+    unit: str = ""
+    lane: str = ""
+    test: str = ""
+    side: str = ""
+    value: ValueRecord | None = None
+    before: ValueRecord | None = None
+    after: ValueRecord | None = None
+    bound: float | None = None
+    bound_text: str = ""
+    low: float | None = None
+    high: float | None = None
+    method: str = ""
+    evidence: str = ""
+    beside: str = ""
+    applicable: bool = True
+
+
+class ConfigChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the difference between two effective configurations, as text."""
+
+    name: str
+    before: str
+    after: str
+
+
+class VerdictRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """verdict.json: the session's verdict and every gate it rests on."""
+
+    schema_version: int
+    verdict: str
+    session: str
+    name: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    model: str = ""
+    embedded: bool = False
+    comparison: str = ""
+    started_wall_s: float = 0.0
+    ended_wall_s: float = 0.0
+    gates: list[GateRecord] = []
+    config_diff: list[ConfigChange] = []
+    problems: list[str] = []
+    notes: list[str] = []
+    deselected: list[str] = []
+    repeat: list[str] = []
+    versions: dict[str, str] = {}
+    machine: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A Run as it lies on disk: its folder and its run.json. The series are read when asked for."""
+
+    folder: Path
+    record: RunRecord
+
+    def telemetry(self) -> list[TelemetryRow]:
+        """Return the samples in order of time; empty where none was taken. Raises CannotJudge on a broken line."""
+        return list(read_lines(self.folder / "telemetry.jsonl", TelemetryRow))
+
+    def load_lines(self) -> Iterator[LoadLine]:
+        """Yield the lines of requests.jsonl. Raises CannotJudge on a broken line that is not the last."""
+        return read_lines(self.folder / "requests.jsonl", LoadLine)
+
+    def requests(self) -> list[RequestRow]:
+        """Return the request rows in the order of the file."""
+        return [line for line in self.load_lines() if isinstance(line, RequestRow)]
+
+    def quality(self) -> list[QualityRow]:
+        """Return the quality rows in the order of the file; empty where none was asked."""
+        return list(read_lines(self.folder / "quality.jsonl", QualityRow))
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode_line(record: msgspec.Struct) -> bytes:
+    """Return the record as one line of JSON with its newline."""
+    return _encoder.encode(record) + b"\n"
+
+
+def read_lines(path: Path, kind: Any) -> Iterator[Any]:
+    """Yield the records of a JSON Lines file; nothing where the file does not exist.
+
+    A last line that was cut off (a killed writer) is left out: what was measured before it is kept. Any other broken line
+    raises CannotJudge with its number.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise CannotJudge(
+                    f"line {number} cannot be read: {str(error)[:200]}",
+                    where=str(path),
+                    hint="the file was changed or damaged after it was written; measure again, or remove that line",
+                ) from None
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file beside its place and rename it, so that no reader sees half of it. Raises CannotWrite."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise CannotWrite(
+            f"cannot write: {error.strerror or error}",
+            where=str(path),
+            hint="free space, check permissions, or name another folder with --kv-reports",
+        ) from None
+
+
+def write_run(folder: Path, record: RunRecord) -> Run:
+    """Write run.json into ``folder`` and return the Run. Raises CannotWrite."""
+    write_atomic(folder / "run.json", msgspec.json.format(msgspec.json.encode(record), indent=1))
+    return Run(folder, record)
+
+
+def read_run(folder: Path) -> Run:
+    """Return the Run in ``folder``. Raises CannotJudge where there is none, UnknownSchema where it is newer than this build."""
+    path = folder / "run.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CannotJudge(f"no Run is here: {error.strerror or error}", where=str(path), hint="name a folder that holds run.json") from None
+    try:
+        raw = msgspec.json.decode(data)
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        if version != SCHEMA_VERSION:
+            raise UnknownSchema(
+                f"cannot judge: this record has schema version {version!r}, and this build reads version {SCHEMA_VERSION}",
+                where=str(path),
+                hint="install the pytest-kvcache that wrote it, or measure again",
+            )
+        return Run(folder, msgspec.convert(raw, RunRecord))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CannotJudge(f"run.json cannot be read: {str(error)[:200]}", where=str(path), hint="measure again") from None
+
+
+def read_runs(session: Path) -> list[Run]:
+    """Return the Runs of a session or baseline folder in order of their number; a Run's own folder gives that one Run.
+
+    Raises CannotJudge where there is none.
+    """
+    if (session / "run.json").exists():
+        return [read_run(session)]
+    folders = [path.parent for path in (session / "runs").glob("*/run.json")]
+    if not folders:
+        raise CannotJudge("no Run is here", where=str(session), hint="name a session folder (it holds runs/), a Run's folder, or a saved baseline")
+
+    def order(folder: Path) -> tuple[int, str]:
+        number = folder.name.split("-", 1)[0]
+        return (int(number) if number.isdigit() else 1 << 30, folder.name)
+
+    return [read_run(folder) for folder in sorted(folders, key=order)]

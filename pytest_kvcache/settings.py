@@ -1,0 +1,172 @@
+"""Every option, once: its type, default, unit and help, and where its value came from.
+
+pytest flags (``--kv-endpoint``), ini keys (``kv_endpoint``), environment variables (``PYTEST_KVCACHE_ENDPOINT``), the command
+line's flags and the option table of the docs are all made from the fields of ``Settings``. Only the standard library is used
+here: this module is imported at every start of pytest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_kvcache import units
+from pytest_kvcache.errors import UsageError
+
+ENV_PREFIX = "PYTEST_KVCACHE_"
+
+
+def _opt(default: Any, help: str, *, group: str, parse: str = "", choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    metadata = {"help": help, "group": group, "parse": parse, "choices": choices, "metavar": metavar}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of one session. ``sources`` maps a field to default, ini, environment or command line."""
+
+    # which server
+    endpoint: tuple[str, ...] = _opt((), "URL of a running OpenAI-compatible server; repeat it for replicas", group="server", metavar="URL")
+    launch: str = _opt("", "command that starts a server, with {port} in it, or an engine of ours: llamacpp, vllm-cpu", group="server", metavar="CMD")
+    before: str = _opt("", "command or URL of the side before the change", group="server", metavar="CMD|URL")
+    after: str = _opt("", "command or URL of the side after the change", group="server", metavar="CMD|URL")
+    model: str = _opt("", "model name to ask for; default: the only one that the server lists", group="server", metavar="NAME")
+    engine: str = _opt("auto", "how the server's telemetry is read; auto asks the server", group="server", metavar="NAME")
+    api: str = _opt("completions", "which API the load and the quality items use", group="server", choices=("completions", "chat"))
+    header: tuple[str, ...] = _opt((), "extra HTTP header for the API, as 'Name: value'; repeatable", group="server", metavar="HEADER")
+    extra_body: str = _opt("", "JSON object merged into every request body", group="server", metavar="JSON")
+    api_key_env: str = _opt("", "environment variable that holds the API key; the key itself is never an option", group="server", metavar="NAME")
+    metrics_api_key_env: str = _opt(
+        "", "environment variable that holds a key for /metrics; the API key is never sent there", group="server", metavar="NAME"
+    )
+    ca: str = _opt("", "CA bundle that TLS certificates are verified with", group="server", metavar="FILE")
+    proxy: str = _opt("", "HTTP proxy for the API; proxies of the environment are not used", group="server", metavar="URL")
+    ready_timeout_s: float = _opt(600.0, "how long a launched server may take to answer with a token", group="server", parse="seconds")
+    stop_timeout_s: float = _opt(20.0, "how long a launched server may take to stop after TERM, before KILL", group="server", parse="seconds")
+    request_timeout_s: float = _opt(300.0, "longest time that one request may take", group="server", parse="seconds")
+    # load
+    users: int = _opt(0, "users of a load profile; 0 takes the profile's own", group="load")
+    duration_s: float = _opt(0.0, "length of one measured window; 0 takes the profile's own", group="load", parse="seconds")
+    windows: int = _opt(5, "independent windows a side in a comparison", group="load")
+    seed: int = _opt(1, "seed of prompts and arrivals", group="load")
+    output_tokens: int = _opt(0, "tokens asked for in each request; 0 takes the profile's own", group="load")
+    reset_cache: bool = _opt(False, "allow the engine's own call that empties its prefix cache before a window", group="load")
+    # observation
+    sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")
+    scrape_timeout_s: float = _opt(5.0, "longest time that one read of /metrics may take", group="observation", parse="seconds")
+    # judgement
+    max_usage: float = _opt(0.95, "highest peak KV usage that passes, 0 to 1", group="judgement")
+    min_free: int = _opt(1, "fewest free blocks (or tokens, where the engine counts tokens) that pass", group="judgement")
+    usage_margin: float = _opt(0.02, "how much higher peak usage may be after the change, as a share of the pool", group="judgement")
+    ttft_margin: float = _opt(0.25, "how much longer the median time to first token may be after the change, as a share", group="judgement")
+    throughput_margin: float = _opt(0.10, "how much of the output rate may be lost by the change, as a share", group="judgement")
+    quality_min: float = _opt(0.98, "lowest pass rate of the quality items that passes", group="judgement")
+    quality_margin: float = _opt(0.02, "largest loss of pass rate that a change may cost", group="judgement")
+    quality_items: str = _opt("", "JSONL of your own quality items (prompt, expect, match)", group="judgement", metavar="FILE")
+    on_inconclusive: str = _opt("fail", "what an INCONCLUSIVE gate does to its test", group="judgement", choices=("fail", "pass"))
+    save: str = _opt("", "keep this session's Runs as a baseline of that name", group="judgement", metavar="NAME")
+    baseline: str = _opt("", "compare with a saved baseline (name or path) or a session folder", group="judgement", metavar="NAME|PATH")
+    # output
+    reports: str = _opt("reports", "folder that sessions and baselines are written to", group="output", metavar="DIR")
+    name: str = _opt("session", "name of the session, part of its folder's name", group="output", metavar="NAME")
+    keep_text: bool = _opt(False, "keep prompts and answers in the records", group="output")
+    xdist: str = _opt("refuse", "under pytest-xdist: refuse to measure, or take one lease per endpoint", group="output", choices=("refuse", "lease"))
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def provenance(self) -> dict[str, dict[str, Any]]:
+        """Return ``{option: {"value", "source"}}`` of every option, as run.json keeps it. No key is ever a setting."""
+        names = (f.name for f in option_fields())
+        return {name: {"value": getattr(self, name), "source": self.sources.get(name, "default")} for name in names}
+
+    def replace(self, **changes: Any) -> Settings:
+        """Return a copy with other values; their source becomes ``call``. Raises UsageError."""
+        settings = dataclasses.replace(self, **changes, sources={**self.sources, **dict.fromkeys(changes, "call")})
+        _check(settings)
+        return settings
+
+
+def option_fields() -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of Settings that are options, in the order of the docs."""
+    return tuple(f for f in dataclasses.fields(Settings) if f.name != "sources")
+
+
+def flag(name: str) -> str:
+    """Return the pytest flag of a field: ``ready_timeout_s`` is ``--kv-ready-timeout-s``."""
+    return "--kv-" + name.replace("_", "-")
+
+
+def parse_value(option: dataclasses.Field[Any], raw: Any, where: str) -> Any:
+    """Return ``raw`` (text, or a list of texts) as the option's own type. Raises UsageError that names ``where``."""
+    default, meta = option.default, option.metadata
+    try:
+        if isinstance(default, tuple):
+            items = raw.splitlines() if isinstance(raw, str) else list(raw)
+            values = tuple(str(item).strip() for item in items)
+            if any(not value for value in values) or (isinstance(raw, str) and not values):
+                raise UsageError("it is empty")
+            return values
+        if isinstance(default, bool):
+            text = str(raw).strip().lower()
+            if text not in {"1", "0", "true", "false", "yes", "no", "on", "off"}:
+                raise UsageError(f"{raw!r} is not yes or no")
+            return text in {"1", "true", "yes", "on"}
+        if isinstance(default, int):
+            return int(str(raw))
+        if isinstance(default, float):
+            return units.parse_seconds(str(raw)) if meta["parse"] == "seconds" else float(str(raw))
+        text = str(raw)
+        if meta["choices"] and text not in meta["choices"]:
+            raise UsageError(f"{text!r} is not one of {', '.join(meta['choices'])}")
+        return text
+    except (ValueError, UsageError) as error:
+        reason = error.what if isinstance(error, UsageError) else f"{raw!r} is not a number"
+        hint = error.hint if isinstance(error, UsageError) else ""
+        raise UsageError(f"{flag(option.name)}: {reason}", where=where, hint=hint or option.metadata["help"]) from None
+
+
+def resolve(command_line: Mapping[str, Any], ini: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the Settings of a session; each mapping holds only what was given there. Command line wins over environment over ini.
+
+    Raises UsageError for a value that cannot be meant, an option that is given and empty, and options that exclude each other.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for option in option_fields():
+        name, env_name = option.name, ENV_PREFIX + option.name.upper()
+        layers = (("command line", command_line, name), ("environment", environ, env_name), ("ini", ini, name))
+        for source, layer, key in layers:
+            if key in layer:
+                where = {"command line": flag(name), "environment": env_name, "ini": "kv_" + name}[source]
+                values[name] = parse_value(option, layer[key], f"{source} ({where})")
+                sources[name] = source
+                break
+    settings = Settings(**values, sources=sources)
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    for name in ("launch", "before", "after", "save", "baseline", "engine", "reports", "name"):
+        if name in settings.sources and not str(getattr(settings, name)).strip():
+            raise UsageError(f"{flag(name)} was given and is empty", hint="leave it out, or give it a value")
+    named = [flag(name) for name in ("endpoint", "launch") if getattr(settings, name)]
+    if bool(settings.before) != bool(settings.after):
+        raise UsageError("--kv-before and --kv-after belong together", hint="give both, or use --kv-save and --kv-baseline")
+    if settings.before:
+        named.append("--kv-before/--kv-after")
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} exclude each other", hint="name the server in one way")
+    for name in ("users", "duration_s", "output_tokens", "min_free"):
+        if getattr(settings, name) < 0:
+            raise UsageError(f"{flag(name)} cannot be negative")
+    for name in ("windows", "sample_hz", "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s"):
+        if not getattr(settings, name) > 0:
+            raise UsageError(f"{flag(name)} must be above zero")
+    for name in ("max_usage", "quality_min", "quality_margin", "usage_margin", "throughput_margin"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise UsageError(f"{flag(name)} is a share from 0 to 1", hint="0.9 means 90 %")

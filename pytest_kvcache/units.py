@@ -1,0 +1,72 @@
+"""Units: parsing and printing of bytes, seconds, ratios and counts. ``GiB`` is 2^30 and ``GB`` is 10^9, everywhere."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from pytest_kvcache.errors import UsageError
+
+_BYTES = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SECONDS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0}
+_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*\Z")
+
+
+def _parse(text: str, scale: dict[str, float] | dict[str, int], kind: str, example: str) -> float:
+    match = _NUMBER.match(text)
+    unit = match.group(2).upper() if match else ""
+    if match is None or unit not in scale:
+        known = ", ".join(name for name in scale if name)
+        raise UsageError(f"cannot read {text[:80]!r} as {kind}", hint=f"a number with one of {known}, such as {example}")
+    return float(match.group(1).replace(",", "").replace("_", "")) * scale[unit]
+
+
+def parse_bytes(text: str) -> int:
+    """Return bytes of ``"80GiB"``, ``"1.5 GB"`` or ``"1024"``. Raises UsageError."""
+    return round(_parse(text, _BYTES, "a size", "80GiB"))
+
+
+def parse_seconds(text: str) -> float:
+    """Return seconds of ``"90"``, ``"1.5s"``, ``"200ms"`` or ``"2m"``. Raises UsageError."""
+    return _parse(text, _SECONDS, "a duration", "1.5s")
+
+
+def show_bytes(value_bytes: float) -> str:
+    """Return bytes as ``"1.50 GiB"`` (powers of 1024)."""
+    size = float(value_bytes)
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if name == "B" else f"{size:.2f} {name}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def show_seconds(value_s: float) -> str:
+    """Return seconds as ``"1.25 s"`` or, under one second, ``"250 ms"``."""
+    if not math.isfinite(value_s):
+        return str(value_s)
+    if abs(value_s) < 0.0995:
+        return f"{value_s * 1e3:.1f} ms"
+    if abs(value_s) < 0.9995:
+        return f"{value_s * 1e3:.0f} ms"
+    return f"{value_s:.2f} s"
+
+
+def show(value: float | str | bool, unit: str) -> str:
+    """Return any value of ours as text with its unit; ratios as percentages with one decimal."""
+    if isinstance(value, (str, bool)):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "ratio":
+        return f"{value * 100:.1f} %"
+    if unit == "bytes":
+        return show_bytes(value)
+    if unit == "s":
+        return show_seconds(value)
+    number = f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
+    return f"{number} {unit}".strip()
