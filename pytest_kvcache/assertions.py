@@ -1,0 +1,141 @@
+"""The assertion helpers. Each takes a Run, an Analysis, several of them, or a pair (before, after), and returns the judged gate.
+
+A gate that does not pass raises GateFailed, an AssertionError, with one readable message: quantity, value, bound, unit, before and
+after, and where the evidence lies. A gate that cannot apply to the engine returns with ``applicable`` False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.errors import GateFailed
+from pytest_kvcache.judge import gates
+from pytest_kvcache.judge.compare import Comparison
+from pytest_kvcache.records import GateRecord, Run
+
+Evidence = Run | Analysis | Sequence[Run] | Sequence[Analysis]
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Where judged gates go (a session), how a Run is analysed, and what INCONCLUSIVE does."""
+
+    record: Callable[[GateRecord], None]
+    analysis: Callable[[Run], Analysis] = analyse
+    inconclusive_passes: bool = False
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("kv_recorder", default=None)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Send every gate that is judged inside the block to ``recorder``."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+def analyses(evidence: Evidence) -> list[Analysis]:
+    """Return the Analyses of whatever form of evidence was given. Raises TypeError for anything else."""
+    items = list(evidence) if isinstance(evidence, Sequence) else [evidence]
+    recorder = _recorder.get()
+    analyse_run = recorder.analysis if recorder is not None else analyse
+    result = []
+    for item in items:
+        if isinstance(item, Run):
+            result.append(analyse_run(item))
+        elif isinstance(item, Analysis):
+            result.append(item)
+        else:
+            raise TypeError(f"a Run or an Analysis was expected, not {type(item).__name__}")
+    if not result:
+        raise TypeError("no Run was given")
+    return result
+
+
+def settle(gate: GateRecord) -> GateRecord:
+    """Record a judged gate and return it where it passed or cannot apply. Raises GateFailed otherwise."""
+    __tracebackhide__ = True
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.record(gate)
+    if not gate.applicable or gate.verdict == gates.PASS:
+        return gate
+    if gate.verdict == gates.INCONCLUSIVE and recorder is not None and recorder.inconclusive_passes:
+        return gate
+    raise GateFailed(gates.failure_text(gate), gate)
+
+
+def settle_all(judged: Sequence[GateRecord]) -> list[GateRecord]:
+    """Record all gates, then raise one GateFailed that holds the message of each that did not pass."""
+    __tracebackhide__ = True
+    failed = []
+    for gate in judged:
+        try:
+            settle(gate)
+        except GateFailed as error:
+            failed.append(error)
+    if failed:
+        raise GateFailed("\n".join(str(error) for error in failed), failed[0].gate)
+    return list(judged)
+
+
+def assert_peak_usage(evidence: Evidence, *, max: float = 0.95) -> GateRecord:
+    """Pass where the peak KV usage (a ratio) stayed at or under ``max``."""
+    __tracebackhide__ = True
+    return settle(gates.peak_usage(analyses(evidence), max))
+
+
+def assert_free_blocks(evidence: Evidence, *, min: int = 1) -> GateRecord:
+    """Pass where the fewest free blocks were ``min`` or more; tokens, where the engine counts tokens."""
+    __tracebackhide__ = True
+    return settle(gates.free_space(analyses(evidence), min))
+
+
+def assert_no_rejections(evidence: Evidence) -> GateRecord:
+    """Pass where no request of ours was rejected, by any class of load/rejections.py, nor by the engine's own counter."""
+    __tracebackhide__ = True
+    return settle(gates.no_rejections(analyses(evidence)))
+
+
+def assert_no_preemptions(evidence: Evidence) -> GateRecord:
+    """Pass where the engine's preemption counter did not move. Not applicable to engines that never preempt."""
+    __tracebackhide__ = True
+    return settle(gates.no_preemptions(analyses(evidence)))
+
+
+def assert_returns_to_idle(evidence: Evidence) -> GateRecord:
+    """Pass where nothing ran, waited or held KV once the load had ended."""
+    __tracebackhide__ = True
+    return settle(gates.returns_to_idle(analyses(evidence)))
+
+
+def assert_fits(evidence: Evidence, *, concurrency: int, length: int) -> GateRecord:
+    """Pass where ``concurrency`` requests of ``length`` tokens (prompt and output) fit the pool that the server has."""
+    __tracebackhide__ = True
+    return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length))
+
+
+def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2) -> GateRecord:
+    """Pass where the replicas' mean usage differs by no more than ``max_spread`` (a ratio of the pool)."""
+    __tracebackhide__ = True
+    return settle(gates.balanced(analyses(evidence), max_spread=max_spread))
+
+
+def assert_quality(evidence: Evidence, *, min: float = 0.98) -> GateRecord:
+    """Pass where the pass rate of the quality items is ``min`` or more."""
+    __tracebackhide__ = True
+    return settle(gates.quality(analyses(evidence), min))
+
+
+def assert_not_worse(comparison: Comparison) -> list[GateRecord]:
+    """Pass where nothing that was measured on both sides became worse by more than its margin."""
+    __tracebackhide__ = True
+    return settle_all(comparison.gates)

@@ -1,0 +1,231 @@
+"""The command line: the same functions as the plugin's fixtures, without pytest.
+
+Exit codes: 0 PASS (or done), 1 FAIL, 2 usage, 3 INCONCLUSIVE, 4 INVALID evidence, 5 the tool or the server broke, 130 interrupted.
+Only the standard library is imported until a command runs, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvcache import __version__, options
+from pytest_kvcache.errors import KvError, UsageError
+
+if TYPE_CHECKING:
+    from pytest_kvcache.session import Session
+    from pytest_kvcache.settings import Settings
+
+EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "INVALID": 4}
+
+SERVER = (
+    "endpoint", "launch", "model", "engine", "api", "header", "extra_body", "api_key_env", "metrics_api_key_env", "ca", "proxy",
+    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz",
+)  # fmt: skip
+LOAD = ("users", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")
+OUTPUT = ("reports", "name")
+JUDGE = (
+    "max_usage", "min_free", "usage_margin", "ttft_margin", "throughput_margin", "quality_min", "quality_margin", "quality_items", "windows",
+)  # fmt: skip
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="pytest-kvcache",
+        description="Measured evidence and a verdict on the KV-cache configuration of an LLM server.",
+        epilog="The gates themselves run in pytest: pytest -m capacity --kv-endpoint=http://host:8000",
+    )
+    parser.add_argument("--version", action="version", version=f"pytest-kvcache {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Command, help: str, *groups: Sequence[str]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        command.set_defaults(run=run)
+        for group in groups:
+            options.add_cli_options(command.add_argument, group)
+        return command
+
+    add("demo", _demo, "the whole story on the embedded engine: f16 against q4_0 KV under the same load, in about a minute", OUTPUT)
+    add("probe", _probe, "send one request close to the longest that the server takes, and show the three numbers", SERVER, LOAD, OUTPUT)
+    load = add("load", _load, "run a load profile into a Run, or print where a shipped profile lies (--path)", SERVER, LOAD, OUTPUT)
+    load.add_argument("profile", nargs="?", help="name of a shipped profile, or path of a Locust file")
+    load.add_argument("--path", metavar="NAME", help="print the path of a shipped profile, for locust -f, and stop")
+    load.add_argument("--requests", type=int, default=0, metavar="N", help="stop after N requests")
+    watch = add("watch", _watch, "show usage, free space and running requests live; no load is sent", SERVER)
+    watch.add_argument("--count", type=int, default=0, metavar="N", help="stop after N readings [default: until Ctrl-C]")
+    watch.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="seconds between readings [default: 1]")
+    compare = add(
+        "compare", _compare, "launch two configurations in turn under the same load, or judge two stored sessions", SERVER, LOAD, JUDGE, OUTPUT
+    )
+    options.add_cli_options(compare.add_argument, ("before", "after"))
+    compare.add_argument("folders", nargs="*", metavar="FOLDER", help="two session folders or saved baselines: before, after")
+    compare.add_argument("--profile", action="append", metavar="NAME", help="profile to measure; repeatable [default: normal and longctx]")
+    compare.add_argument("--no-quality", action="store_true", help="leave the quality items out")
+    report = add("report", _report, "make report.html and summary.md of a session folder again")
+    report.add_argument("folder", metavar="FOLDER")
+    engine = add("engine", _engine, "install, list or remove the engines that this package can run itself")
+    engine.add_argument("action", choices=("list", "install", "remove"))
+    engine.add_argument("engine_name", nargs="?", metavar="NAME")
+    engine.add_argument(
+        "--pip-arg", action="append", default=[], metavar="ARG", help="argument handed to pip, as --pip-arg=--index-url=...; repeatable"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    # TERM ends a measurement as Ctrl-C does: servers stop, and what was measured is written.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return int(arguments.run(arguments))
+    except KvError as error:
+        print(f"pytest-kvcache: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("pytest-kvcache: interrupted; what was measured is in the session folder", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _say(text: str) -> None:
+    print(f"  {options.shown_header(text)}", flush=True)
+
+
+def _session(settings: Settings, **more: Any) -> Session:
+    from pytest_kvcache.session import Session
+
+    session = Session(settings, say=_say, **more)
+    session.repeat = [" ".join(["pytest-kvcache", *sys.argv[1:]])]
+    return session
+
+
+def _finish(session: Session) -> int:
+    """Write the session's report, print its summary and return the exit code of its verdict."""
+    from pytest_kvcache.report.model import SessionView
+    from pytest_kvcache.report.terminal import summary
+
+    verdict = session.finish()
+    view = SessionView(session.folder, verdict, session.before_analyses(), session.after_analyses())
+    print(summary(view, color=sys.stdout.isatty()))
+    return EXIT_CODES[verdict.verdict]
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.demo import run_demo
+
+    return run_demo(arguments)
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.judge import gates
+    from pytest_kvcache.report.terminal import three_numbers
+    from pytest_kvcache.session import Planned
+
+    with _session(options.settings_from(arguments)) as session:
+        run = session.load(Planned("nearmax", users=1, requests=1))
+        analysis = session.analysis(run)
+        print(three_numbers(analysis))
+        for gate in (gates.near_max_served([analysis]), gates.returns_to_idle([analysis])):
+            session.record(gate)
+        return _finish(session)
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    if arguments.path:
+        from pytest_kvcache.load.runner import profile_path
+
+        print(profile_path(arguments.path))
+        return 0
+    if not arguments.profile:
+        from pytest_kvcache.load.runner import profiles
+
+        raise UsageError("which profile?", hint=f"one of {', '.join(profiles())}, or the path of a Locust file")
+    from pytest_kvcache.session import Planned
+
+    with _session(options.settings_from(arguments)) as session:
+        session.load(Planned(arguments.profile, requests=arguments.requests))
+        return _finish(session)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.watching import watch
+
+    with _session(options.settings_from(arguments)) as session:
+        return watch(session.target, count=arguments.count, interval_s=arguments.interval_s)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.session import Planned
+
+    settings = options.settings_from(arguments)
+    if arguments.folders:
+        return _compare_stored(arguments, settings)
+    if not settings.before:
+        raise UsageError("what is to be compared?", hint="--before CMD --after CMD, or two session folders")
+    with _session(settings) as session:
+        session.plan = [Planned(name) for name in arguments.profile or ("normal", "longctx")]
+        session.plan_quality = not arguments.no_quality
+        for gate in session.compare().gates:
+            session.record(gate)
+        return _finish(session)
+
+
+def _compare_stored(arguments: argparse.Namespace, settings: Settings) -> int:
+    from pytest_kvcache.judge.baseline import load_baseline
+    from pytest_kvcache.judge.compare import compare
+
+    if len(arguments.folders) != 2 or settings.before:
+        raise UsageError("two stored sessions are compared, before and after", hint="pytest-kvcache compare FOLDER_BEFORE FOLDER_AFTER")
+    before, after = (load_baseline(folder, Path(settings.reports)) for folder in arguments.folders)
+    with _session(settings) as session:
+        session.adopt(before, "before")
+        session.adopt(after, "after")
+        for gate in compare(session.before_analyses(), session.after_analyses(), settings).gates:
+            session.record(gate)
+        return _finish(session)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.report.terminal import summary
+    from pytest_kvcache.report.write import build_view, write_view
+
+    view = build_view(Path(arguments.folder))
+    path = write_view(view)
+    print(summary(view, color=sys.stdout.isatty()))
+    print(path)
+    return 0
+
+
+def _engine(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.server import embedded
+
+    if arguments.action == "list":
+        from tabulate import tabulate
+
+        rows = [(e.name, "installed" if e.installed else "not installed", e.version, e.where, e.note) for e in embedded.engine_list()]
+        print(tabulate(rows, headers=("engine", "state", "version", "where", "note")))
+        return 0
+    if not arguments.engine_name:
+        raise UsageError(f"which engine to {arguments.action}?", hint=f"one of {', '.join(e.name for e in embedded.engine_list())}")
+    if arguments.action == "install":
+        embedded.engine_install(arguments.engine_name, arguments.pip_arg, print)
+    else:
+        embedded.engine_remove(arguments.engine_name)
+        print(f"removed {arguments.engine_name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The fixtures, and the state of one pytest session that they share. Heavy modules are imported when a fixture is first used."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.settings import Settings
+
+if TYPE_CHECKING:
+    from pytest_kvcache.judge.compare import Comparison
+    from pytest_kvcache.records import GateRecord, Run, SnapshotRecord, VerdictRecord
+    from pytest_kvcache.report.model import SessionView
+    from pytest_kvcache.server.endpoint import Endpoint
+    from pytest_kvcache.session import Planned, Session
+
+SETTINGS = pytest.StashKey[Settings]()
+# A gate as JSON text on a worker's test report: plain text survives the way to xdist's controller (F8: other types do not).
+GATE_PROPERTY = "kv_gate"
+
+
+class State:
+    """What the plugin keeps for one pytest session: the measuring Session once a fixture asked for it, and what was collected."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.controller = True
+        self.session: Session | None = None
+        self.on_open: Callable[[], None] = lambda: None
+        self.deselected: list[str] = []
+        self.plan: list[Planned] = []
+        self.plan_quality = False
+        self.finish_error = ""
+        self.gates_of: dict[str, list[GateRecord]] = {}
+        self.worker_folder = ""
+        self.worker_gates: list[GateRecord] = []
+        self.view: SessionView | None = None
+        self._items: Sequence[pytest.Item] = ()
+
+    def plan_from(self, items: Sequence[pytest.Item]) -> None:
+        """Remember which profiles the collected tests measure, and whether they ask for quality; read when a session opens."""
+        self._items = [item for item in items if "kv_session" in getattr(item, "fixturenames", ())]
+
+    def make_session(self) -> Session:
+        """Open the measuring Session. Raises UsageError under xdist, unless a lease was asked for."""
+        from pytest_kvcache.session import Planned, Session
+
+        config, settings = self.config, self.config.stash[SETTINGS]
+        worker: Mapping[str, Any] | None = getattr(config, "workerinput", None)
+        folder = worker.get("kv_folder") if worker is not None else None
+        if worker is not None and settings.xdist == "refuse":
+            raise UsageError(
+                "two workers that measure one server spoil both results, so nothing is measured under pytest-xdist",
+                hint="run with -n 0, or --kv-xdist=lease to let one worker at a time measure an endpoint",
+            )
+        self.on_open()
+        dialects = [dialect for found in config.hook.pytest_kvcache_engines(config=config) for dialect in found or ()]
+        provenance: dict[str, str] = {}
+        for facts in reversed(config.hook.pytest_kvcache_provenance(config=config)):
+            provenance.update({str(key): str(value) for key, value in (facts or {}).items()})
+        session = Session(settings, folder=Path(folder) if folder else None, extra_dialects=dialects, provenance=provenance)
+        session.deselected = self.deselected
+        session.repeat = [" ".join(["pytest", *map(str, config.invocation_params.args)])]
+        session.on_run.append(lambda run: config.hook.pytest_kvcache_run_finished(config=config, run=run))
+        session.on_gate.append(lambda gate: config.hook.pytest_kvcache_verdict(config=config, gate=gate))
+        seen: list[Planned] = []
+        for item in self._items:
+            for mark in item.iter_markers("kv_profile"):
+                planned = Planned(mark.args[0], **mark.kwargs)
+                if planned not in seen:
+                    seen.append(planned)
+        session.plan = seen
+        session.plan_quality = any("kv_quality" in getattr(item, "fixturenames", ()) for item in self._items)
+        self.session = session
+        return session
+
+    @contextmanager
+    def recording(self, item: pytest.Item) -> Iterator[list[GateRecord]]:
+        """Record every gate judged inside the block: for the session's verdict, and on the test's report."""
+        from pytest_kvcache import assertions
+        from pytest_kvcache.report.junit import properties
+
+        judged: list[GateRecord] = []
+        session = self.session
+        if session is None:
+            yield judged
+            return
+
+        def record(gate: GateRecord) -> None:
+            import msgspec
+
+            gate = msgspec.structs.replace(gate, test=item.nodeid)
+            judged.append(gate)
+            session.record(gate)
+            item.user_properties.extend(properties(gate))
+            if not self.controller:
+                item.user_properties.append((GATE_PROPERTY, msgspec.json.encode(gate).decode()))
+
+        self.gates_of[item.nodeid] = judged
+        passes = self.config.stash[SETTINGS].on_inconclusive == "pass"
+        with assertions.recording(assertions.Recorder(record, session.analysis, inconclusive_passes=passes)):
+            yield judged
+
+    def outcome(self, item: pytest.Item, report: pytest.TestReport, error: BaseException | None) -> None:
+        """Let a capacity test that failed without a failed gate count in the verdict: a gate that could not be measured never passes."""
+        if not report.failed or any(gate.verdict != "PASS" for gate in self.gates_of.get(report.nodeid, ())):
+            return
+        session = self.session
+        if session is None:
+            return
+        from pytest_kvcache.records import GateRecord
+
+        text = str(error).strip().splitlines()[0][:500] if error is not None and str(error).strip() else f"failed in {report.when}"
+        gate = GateRecord(
+            name=report.nodeid.rsplit("::", 1)[-1],
+            quantity="",
+            verdict="FAIL" if isinstance(error, AssertionError) else "INVALID",
+            text=text,
+            test=report.nodeid,
+        )
+        with self.recording(item) as judged:
+            judged.append(gate)
+            session.record(gate)
+
+    def shared_folder(self) -> str:
+        """Return the folder that all xdist workers of this session write their Runs to; empty where nothing will be measured."""
+        if self.config.stash[SETTINGS].xdist != "lease":
+            return ""
+        if not self.worker_folder:
+            from pytest_kvcache.session import session_folder
+
+            self.worker_folder = str(session_folder(self.config.stash[SETTINGS]).absolute())
+        return self.worker_folder
+
+    def collect(self, report: pytest.TestReport) -> None:
+        """Keep the gates that a worker's report carries."""
+        import msgspec
+
+        from pytest_kvcache.records import GateRecord
+
+        texts = [str(value) for name, value in report.user_properties if name == GATE_PROPERTY]
+        self.worker_gates += [msgspec.json.decode(text, type=GateRecord) for text in texts]
+
+    def conclude(self) -> VerdictRecord | None:
+        """Write the session's report and return its verdict; None where nothing was measured, and on an xdist worker.
+
+        Raises CannotWrite.
+        """
+        if not self.controller:
+            return None
+        session = self.session
+        if session is None and self.worker_gates:
+            from pytest_kvcache.session import Session
+
+            session = Session(self.config.stash[SETTINGS], folder=Path(self.worker_folder))
+            session.gates, session.deselected = self.worker_gates, self.deselected
+            session.read_folder()
+        if session is None or not session.measured:
+            return None
+        from pytest_kvcache.report.model import SessionView
+
+        verdict = session.finish()
+        self.view = SessionView(session.folder, verdict, session.before_analyses(), session.after_analyses())
+        return verdict
+
+    def passing_verdicts(self) -> set[str]:
+        """Return the verdicts with which pytest may end well."""
+        return {"PASS", "INCONCLUSIVE"} if self.config.stash[SETTINGS].on_inconclusive == "pass" else {"PASS"}
+
+
+_STATE = pytest.StashKey[State]()
+
+
+def state_of(config: pytest.Config) -> State:
+    """Return the plugin's state of this pytest session."""
+    if _STATE not in config.stash:
+        config.stash[_STATE] = State(config)
+    return config.stash[_STATE]
+
+
+@contextmanager
+def _lease(config: pytest.Config) -> Iterator[None]:
+    """Hold one lock per endpoint in the machine's temporary folder while this xdist worker measures."""
+    settings = config.stash[SETTINGS]
+    name = "|".join(settings.endpoint) or settings.launch or settings.before or "embedded"
+    path = Path(tempfile.gettempdir()) / f"pytest-kvcache-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+    file: IO[str]
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def kv_settings(pytestconfig: pytest.Config) -> Settings:
+    """The options of this session, each with where its value came from (``kv_settings.sources``)."""
+    return pytestconfig.stash[SETTINGS]
+
+
+@pytest.fixture(scope="session")
+def kv_session(pytestconfig: pytest.Config) -> Generator[Session, None, None]:
+    """The measuring session: servers, Runs, gates and the session's folder. The other fixtures stand on it."""
+    state = state_of(pytestconfig)
+    leased = _lease(pytestconfig) if hasattr(pytestconfig, "workerinput") and pytestconfig.stash[SETTINGS].xdist == "lease" else None
+    if leased is not None:
+        leased.__enter__()
+    try:
+        session = state.make_session()
+        yield session
+        session.close()
+    finally:
+        if leased is not None:
+            leased.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def kv_endpoint(kv_session: Session) -> Endpoint:
+    """The first endpoint of the judged side, ready: attached to, launched, or the embedded engine."""
+    return kv_session.target.endpoints[0]
+
+
+@pytest.fixture(scope="session")
+def kv_snapshot(kv_session: Session) -> Callable[[], SnapshotRecord]:
+    """A callable that reads the server's KV state once: ``kv_snapshot().value("free_blocks")`` is a Reading or Missing."""
+    from pytest_kvcache.observe.scrape import take_snapshot
+
+    def snapshot() -> SnapshotRecord:
+        target = kv_session.target
+        return take_snapshot(target.endpoints[0], target.dialects[0], target.endpoints[0].log)
+
+    return snapshot
+
+
+@pytest.fixture(scope="session")
+def kv_load(kv_session: Session) -> Callable[..., Run]:
+    """A callable that measures one window of a load profile: ``kv_load("longctx", users=8, duration_s=30)`` returns its Run.
+
+    Keywords: users, duration_s, output_tokens, requests (stop after so many), options (the profile's own). The same call in one
+    session returns the same Run.
+    """
+    from pytest_kvcache.session import Planned
+
+    def load(profile: str, **numbers: Any) -> Run:
+        return kv_session.load(_planned(Planned, profile, numbers))
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def kv_windows(kv_session: Session) -> Callable[..., list[Run]]:
+    """Like ``kv_load``, and returns the Runs of all windows: ``--kv-windows`` of them where a change is judged or saved, else one."""
+    from pytest_kvcache.session import Planned
+
+    def windows(profile: str, **numbers: Any) -> list[Run]:
+        return kv_session.windows(_planned(Planned, profile, numbers))
+
+    return windows
+
+
+def _planned(kind: type[Planned], profile: str, numbers: Mapping[str, Any]) -> Planned:
+    try:
+        return kind(profile, **numbers)
+    except TypeError:
+        known = "users, duration_s, output_tokens, requests, options"
+        raise UsageError(f"unknown keyword among {', '.join(numbers)}", where=f"kv_load({profile!r}, ...)", hint=f"known: {known}") from None
+
+
+@pytest.fixture(scope="session")
+def kv_quality(kv_session: Session) -> Callable[..., Run]:
+    """A callable that asks the quality items (``--kv-quality-items``, else the standard set) and returns their Run."""
+    return kv_session.quality
+
+
+@pytest.fixture(scope="session")
+def kv_compare(kv_session: Session) -> Callable[[], Comparison]:
+    """A callable that judges the change against ``--kv-baseline`` or ``--kv-before``; it skips the test where neither was named."""
+
+    def compare() -> Comparison:
+        if not (kv_session.settings.baseline or kv_session.settings.before):
+            pytest.skip("nothing to compare with: no --kv-baseline and no --kv-before")
+        return kv_session.compare()
+
+    return compare

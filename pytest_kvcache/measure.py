@@ -1,0 +1,343 @@
+"""The one place that knows the order of a measurement: before, sample while loading, after, and the Run that holds it.
+
+Everything measured is on disk before anything is judged, and a Run is written also when the load broke: what was seen until
+then is kept, and ``problems`` says what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_kvcache import __version__
+from pytest_kvcache.engines import Dialect
+from pytest_kvcache.errors import CannotWrite, KvError, LoadFailed
+from pytest_kvcache.load.runner import run_load
+from pytest_kvcache.observe.sampler import Sampler
+from pytest_kvcache.observe.scrape import take_snapshot_raw
+from pytest_kvcache.quality.ask import ask_items
+from pytest_kvcache.quality.items import Item
+from pytest_kvcache.records import SCHEMA_VERSION, Run, RunRecord, SnapshotRecord, ValueRecord, write_atomic, write_run
+from pytest_kvcache.server.endpoint import Endpoint, complete
+from pytest_kvcache.server.startlog import redact
+from pytest_kvcache.settings import Settings
+
+# Drain: the server may need a moment to free what the last requests held; gauges of some engines move only on a step (engines.md, trap 14).
+DRAIN_LIMIT_S = 10.0
+WARM_UP_REQUESTS = 2
+_LOG_KEPT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured: ready endpoints of one side, the dialect of each, and what is known of the side as a whole."""
+
+    endpoints: Sequence[Endpoint]
+    dialects: Sequence[Dialect]
+    side: str = ""
+    embedded: bool = False
+    command: Sequence[str] = ()
+    fresh: bool = False
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One load window: a profile with its own numbers; 0 takes the profile's. ``nonce`` makes prompts differ between windows."""
+
+    profile: str
+    users: int = 0
+    duration_s: float = 0.0
+    output_tokens: int = 0
+    requests: int = 0
+    number: int = 0
+    seed: int = 1
+    nonce: str = ""
+    sample_hz: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_folder(session: Path, name: str) -> Path:
+    """Create and return ``runs/<n>-<name>`` with the next free number. Raises CannotWrite."""
+    runs = session / "runs"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((int(p.name.split("-", 1)[0]) for p in runs.iterdir() if p.name.split("-", 1)[0].isdigit()), default=0)
+        while True:
+            folder = runs / f"{number}-{name}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot make a folder for the Run: {error.strerror or error}",
+            where=str(runs),
+            hint="free space, check permissions, or name another folder with --kv-reports",
+        ) from None
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return what this machine is: cores, memory in bytes, kernel, Python."""
+    import psutil
+
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "python": platform.python_version(),
+    }
+
+
+def version_facts(engine: str, engine_version: str) -> dict[str, str]:
+    """Return the versions that a reader needs to repeat a Run."""
+    from importlib import metadata
+
+    versions = {"pytest-kvcache": __version__, "python": sys.version.split()[0]}
+    for name in ("locust", "httpx", "pytest"):
+        versions[name] = metadata.version(name)
+    if engine:
+        versions[engine] = engine_version or "not told"
+    return versions
+
+
+def _snapshots(target: Target) -> tuple[list[SnapshotRecord], str]:
+    records, texts = [], []
+    for endpoint, dialect in zip(target.endpoints, target.dialects, strict=True):
+        record, raw = take_snapshot_raw(endpoint, dialect, endpoint.log)
+        records.append(record)
+        texts.append(raw)
+    return records, "\n".join(texts)
+
+
+def effective_config(snapshots: Sequence[SnapshotRecord]) -> dict[str, ValueRecord]:
+    """Return the configuration that the server itself states: the ``config`` quantities of the first endpoint.
+
+    With replicas, a quantity that differs between them is recorded as Missing with the values seen.
+    """
+    from pytest_kvcache.quantities import QUANTITIES, Missing, Reading
+
+    config: dict[str, ValueRecord] = {}
+    for name, quantity in QUANTITIES.items():
+        if quantity.kind != "config":
+            continue
+        values = [snapshot.value(name) for snapshot in snapshots]
+        shown = {value.value for value in values if isinstance(value, Reading)}
+        if len(shown) > 1:
+            config[name] = ValueRecord.of(Missing(f"replicas differ: {', '.join(sorted(str(v) for v in shown))[:200]}"))
+        elif values:
+            config[name] = ValueRecord.of(values[0])
+    return config
+
+
+def _drain(target: Target, sampler: Sampler) -> float:
+    """Wait until nothing runs or waits on two samples, at most DRAIN_LIMIT_S; return the seconds waited.
+
+    Some engines publish their gauges only when a step runs (vLLM after mass aborts: engines.md, trap 14), so a tiny request is sent
+    once the server looks busy without cause.
+    """
+    began = time.monotonic()
+    calm, nudged = 0, False
+    while (waited := time.monotonic() - began) < DRAIN_LIMIT_S:
+        row = sampler.latest
+        values = row.values if row is not None else {}
+        busy = values.get("running", 0.0) + values.get("waiting", 0.0)
+        calm = 0 if busy else calm + 1
+        if calm >= 2:
+            break
+        if busy and waited > 2.0 and not nudged:
+            nudged = True
+            for endpoint in target.endpoints:
+                complete(endpoint, "a", 1, timeout_s=5.0)
+        time.sleep(max(0.05, 1.0 / sampler.hz))
+    return time.monotonic() - began
+
+
+def _warm_up(target: Target, nonce: str) -> None:
+    """Send a few short requests that no window counts: first requests pay for compilation and page faults."""
+    for endpoint in target.endpoints:
+        for number in range(WARM_UP_REQUESTS):
+            complete(endpoint, f"warm up {nonce} {number}", 4, timeout_s=60.0)
+
+
+def _reset_cache(target: Target) -> str:
+    """Ask each server to empty its prefix cache by its own call, and say what came of it (vLLM: POST /reset_prefix_cache, dev mode)."""
+    outcomes = []
+    for endpoint in target.endpoints:
+        with endpoint.client(timeout_s=30.0) as client:
+            status = client.post(endpoint.url("/reset_prefix_cache"), headers=endpoint.api_headers()).status_code
+            outcomes.append(status)
+    if all(status == 200 for status in outcomes):
+        return "emptied by the engine's own call"
+    return f"the engine's own call answered HTTP {', '.join(map(str, outcomes))}; prompts never sent before"
+
+
+def measure_load(
+    target: Target,
+    settings: Settings,
+    session: Path,
+    window: Window,
+    *,
+    run_id: str,
+    stop: threading.Event | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Run:
+    """Measure one window of load and return its Run, which is then on disk.
+
+    Raises LoadFailed when the load process broke (the Run is written first, with the reason), CannotWrite when the disk is full, and
+    what reading the server raises when it does not answer at all.
+    """
+    folder = run_folder(session, Path(window.profile).stem)
+    started_wall_s = time.time()
+    problems: list[str] = []
+    if window.number == 0 or target.fresh:
+        _warm_up(target, window.nonce)
+    cache_state = "cold by a fresh start; prompts never sent before" if target.fresh else "prompts never sent before"
+    if settings.reset_cache:
+        cache_state = _reset_cache(target)
+    before, raw_before = _snapshots(target)
+    write_atomic(folder / "metrics-before.prom", raw_before)
+    hz = window.sample_hz or settings.sample_hz
+    sampler = Sampler(target.endpoints, folder, hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
+    if say:
+        say(f"{target.side + ': ' if target.side else ''}{Path(window.profile).stem} {window.number + 1}")
+    sampler.start()
+    failure: KvError | None = None
+    load = None
+    load_began = time.time()
+    try:
+        load = run_load(
+            target.endpoints,
+            window.profile,
+            folder,
+            users=window.users,
+            duration_s=window.duration_s,
+            output_tokens=window.output_tokens,
+            seed=window.seed,
+            max_model_len=_max_model_len(before),
+            request_timeout_s=settings.request_timeout_s,
+            keep_text=settings.keep_text,
+            options={"nonce": window.nonce, **({"requests": window.requests} if window.requests else {}), **window.options},
+            stop=stop,
+        )
+        problems += load.problems
+    except LoadFailed as error:
+        failure = error
+        problems.append(error.what)
+    finally:
+        load_ended = time.time()
+        if load is not None and stop is None:
+            _drain(target, sampler)
+        stats = sampler.stop()
+    if stats.error:
+        problems.append(stats.error)
+    try:
+        after, raw_after = _snapshots(target)
+        write_atomic(folder / "metrics-after.prom", raw_after)
+    except KvError as error:
+        after = []
+        problems.append(f"the server could not be read after the load: {error.what}")
+    _keep_log(target, folder)
+    first = before[0]
+    record = RunRecord(
+        schema_version=SCHEMA_VERSION,
+        id=run_id,
+        profile=Path(window.profile).stem,
+        side=target.side,
+        window=window.number,
+        engine=first.engine,
+        engine_version=first.version,
+        embedded=target.embedded,
+        owned=all(endpoint.owned for endpoint in target.endpoints),
+        model=target.endpoints[0].model,
+        endpoints=[endpoint.shown for endpoint in target.endpoints],
+        launch_command=list(target.command),
+        started_wall_s=started_wall_s,
+        ended_wall_s=time.time(),
+        load_started_wall_s=load_began,
+        load_ended_wall_s=load_ended,
+        settings=settings.provenance(),
+        config=effective_config(before),
+        before=before,
+        after=after,
+        versions=version_facts(first.engine, first.version),
+        machine=machine_facts(),
+        provenance=dict(target.provenance),
+        seed=window.seed,
+        workload=load.workload if load is not None else "",
+        cache_state=cache_state,
+        sample_hz=hz,
+        load_argv=list(load.argv) if load is not None else [],
+        load_exit=load.exit_code if load is not None else None,
+        options={**window.options, "nonce": window.nonce, "users": window.users, "duration_s": window.duration_s, "requests": window.requests},
+        problems=problems,
+    )
+    run = write_run(folder, record)
+    if failure is not None:
+        raise failure
+    return run
+
+
+def measure_quality(target: Target, settings: Settings, session: Path, items: Sequence[Item], *, run_id: str) -> Run:
+    """Ask the quality items of each endpoint's first replica and return their Run. Raises CannotWrite and what the server raises."""
+    folder = run_folder(session, "quality")
+    started_wall_s = time.time()
+    before, raw = _snapshots(target)
+    write_atomic(folder / "metrics-before.prom", raw)
+    ask_items(target.endpoints[0], items, folder / "quality.jsonl", keep_text=settings.keep_text, timeout_s=settings.request_timeout_s)
+    _keep_log(target, folder)
+    digest = hashlib.sha256("\n".join(f"{item.id}:{item.expect}" for item in items).encode()).hexdigest()[:16]
+    first = before[0]
+    return write_run(
+        folder,
+        RunRecord(
+            schema_version=SCHEMA_VERSION,
+            id=run_id,
+            profile="quality",
+            side=target.side,
+            engine=first.engine,
+            engine_version=first.version,
+            embedded=target.embedded,
+            owned=all(endpoint.owned for endpoint in target.endpoints),
+            model=target.endpoints[0].model,
+            endpoints=[endpoint.shown for endpoint in target.endpoints],
+            launch_command=list(target.command),
+            started_wall_s=started_wall_s,
+            ended_wall_s=time.time(),
+            settings=settings.provenance(),
+            config=effective_config(before),
+            before=before,
+            versions=version_facts(first.engine, first.version),
+            machine=machine_facts(),
+            provenance=dict(target.provenance),
+            workload=digest,
+        ),
+    )
+
+
+def _max_model_len(snapshots: Sequence[SnapshotRecord]) -> int | None:
+    from pytest_kvcache.quantities import Reading
+
+    values = [snapshot.value("max_model_len") for snapshot in snapshots]
+    lengths = [int(value.number()) for value in values if isinstance(value, Reading)]
+    return min(lengths) if lengths else None
+
+
+def _keep_log(target: Target, folder: Path) -> None:
+    """Copy the end of an owned server's log into the Run, with secrets taken out."""
+    for endpoint in target.endpoints:
+        if endpoint.log is None or not endpoint.log.exists():
+            continue
+        with endpoint.log.open("rb") as file:
+            file.seek(max(0, endpoint.log.stat().st_size - _LOG_KEPT_BYTES))
+            write_atomic(folder / "server.log", redact(file.read().decode(errors="replace")))

@@ -1,0 +1,178 @@
+"""The pytest plugin: options, fixtures, marks, and the session's verdict at the end. No logic of its own.
+
+Importing this module, and running pytest without using a fixture of ours, imports the standard library only, starts no process
+and writes no file.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kvcache import hookspecs, options
+from pytest_kvcache.errors import KvError
+from pytest_kvcache.fixtures import (
+    SETTINGS,
+    kv_compare,
+    kv_endpoint,
+    kv_load,
+    kv_quality,
+    kv_session,
+    kv_settings,
+    kv_snapshot,
+    kv_windows,
+    state_of,
+)
+
+__all__ = ["kv_compare", "kv_endpoint", "kv_load", "kv_quality", "kv_session", "kv_settings", "kv_snapshot", "kv_windows"]
+
+pytest.register_assert_rewrite("pytest_kvcache.assertions")
+
+PROFILE_KEYWORDS = {"users", "duration_s", "output_tokens", "requests", "options"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add_pytest_options(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "capacity: a test that measures a server's KV cache (the ready-made suite bears it)")
+    config.addinivalue_line(
+        "markers", "kv_profile(name, users=0, duration_s=0, output_tokens=0, requests=0, options={}): the load profile that this test measures"
+    )
+    config.stash[SETTINGS] = options.settings_of(config)
+    state_of(config).controller = not hasattr(config, "workerinput")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    settings = config.stash[SETTINGS]
+    named = [f"{name} {getattr(settings, name)}" for name in ("launch", "before", "after", "baseline", "save") if getattr(settings, name)]
+    if settings.endpoint:
+        named.insert(0, f"{len(settings.endpoint)} endpoint{'s' if len(settings.endpoint) > 1 else ''}")
+    if not settings.sources:
+        return None
+    return "kvcache: " + options.shown_header(", ".join(named) or "the embedded engine")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keep load profiles and reports out of collection: importing a profile would import Locust, which patches sockets (F3 of the design)."""
+    if collection_path.name == "loadprofiles" and any((collection_path / name).exists() for name in ("normal.py", "longctx.py")):
+        return True
+    if collection_path.is_dir() and collection_path.resolve() == Path(config.stash[SETTINGS].reports).resolve():
+        return True
+    return None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("kv_profile"):
+        unknown = set(mark.kwargs) - PROFILE_KEYWORDS
+        if len(mark.args) != 1 or unknown:
+            detail = f"unknown {', '.join(sorted(unknown))}" if unknown else "it takes one name"
+            raise pytest.UsageError(f"{item.nodeid}: kv_profile(name, {', '.join(sorted(PROFILE_KEYWORDS))}): {detail}")
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("capacity"):
+            state_of(item.config).deselected.append(item.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    state_of(session.config).plan_from(session.items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    state = state_of(item.config)
+    if "kv_session" not in getattr(item, "fixturenames", ()):
+        return (yield)
+    with state.recording(item) as judged:
+        try:
+            result = yield
+        except KvError as error:
+            pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+    if judged and not any(gate.applicable for gate in judged):
+        pytest.skip(f"not applicable: {judged[0].text}")
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """A user's mistake met while a fixture is set up is one message, not a traceback of ours."""
+    try:
+        return (yield)
+    except KvError as error:
+        if not fixturedef.argname.startswith("kv_"):
+            raise
+        pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let TERM end a measuring session the way Ctrl-C does, so that servers stop and what was measured is written."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        state_of(session.config).on_open = _term_as_interrupt
+
+
+def _term_as_interrupt() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.get_closest_marker("capacity"):
+        state_of(item.config).outcome(item, report, call.excinfo.value if call.excinfo is not None else None)
+    return report
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """On xdist's controller: tell each worker the one folder that this session writes to, where a lease was asked for."""
+    node.workerinput["kv_folder"] = state_of(node.config).shared_folder()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """On xdist's controller: keep the gates that a worker's test judged."""
+    if report.when == "teardown" and hasattr(report, "node"):
+        state_of(report.node.config).collect(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the report once the servers are stopped, also after Ctrl-C. The session's verdict decides the exit status too."""
+    state = state_of(session.config)
+    if state.session is not None:
+        state.session.close()
+    try:
+        verdict = state.conclude()
+    except KvError as error:
+        state.finish_error = str(error)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return
+    if verdict is not None and verdict.verdict not in state.passing_verdicts() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the verdict, the gates and where the report is; nothing where nothing was measured."""
+    state = state_of(config)
+    if state.finish_error:
+        terminalreporter.section("KV cache", red=True)
+        terminalreporter.write_line(f"the report could not be written: {state.finish_error}")
+    if state.view is None:
+        return
+    from pytest_kvcache.report.terminal import summary
+
+    terminalreporter.section("KV cache")
+    for line in summary(state.view, color=terminalreporter.hasmarkup).splitlines():
+        terminalreporter.write_line(line)

@@ -1,0 +1,389 @@
+"""One session: the servers it attaches to or launches, the Runs it measures, the gates judged on them, and its folder.
+
+A session folder is made when the first Run is measured. In a comparison of two launches the side before the change is measured
+whole (what ``plan`` names), stopped, and then the side after the change is launched and stays up for whatever else is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.engines import Dialect, detect_endpoint
+from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, KvError, UsageError
+from pytest_kvcache.judge.baseline import load_baseline, save_baseline
+from pytest_kvcache.judge.compare import Comparison, compare, config_diff
+from pytest_kvcache.judge.gates import session_verdict
+from pytest_kvcache.measure import Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
+from pytest_kvcache.quality.items import Item, read_items, standard_items
+from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, Run, VerdictRecord, read_runs, write_run
+from pytest_kvcache.report.write import write_session
+from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
+from pytest_kvcache.server.launch import launch
+from pytest_kvcache.settings import Settings
+
+EMBEDDED_DEFAULT = "llamacpp"
+EMBEDDED_WINDOW_S = 4.0
+WINDOW_S = 30.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One profile that a comparison measures on both sides."""
+
+    profile: str
+    users: int = 0
+    duration_s: float = 0.0
+    output_tokens: int = 0
+    requests: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def session_folder(settings: Settings, short_id: str = "") -> Path:
+    """Return the path of a new session's folder, ``<reports>/<utc>-<name>-<short id>``; nothing is created."""
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.name).strip("-.")[:60] or "session"
+    return Path(settings.reports) / f"{stamp}-{name}-{short_id or secrets.token_hex(3)}"
+
+
+class Session:
+    """Servers, Runs, gates and the folder of one session. Use as a context manager, or call ``close``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        folder: Path | None = None,
+        extra_dialects: Sequence[Dialect] = (),
+        provenance: Mapping[str, str] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.started_wall_s = time.time()
+        self.plan: list[Planned] = []
+        self.plan_quality = False
+        self.gates: list[GateRecord] = []
+        self.deselected: list[str] = []
+        self.notes: list[str] = []
+        self.repeat: list[str] = []
+        self.on_run: list[Callable[[Run], None]] = []
+        self.on_gate: list[Callable[[GateRecord], None]] = []
+        self._say = say or (lambda _: None)
+        self._extra_dialects = tuple(extra_dialects)
+        self._provenance = dict(provenance or {})
+        self._folder = folder
+        self._id = secrets.token_hex(3)
+        self._open = ExitStack()
+        self._target: Target | None = None
+        self._failure: KvError | None = None
+        self._before: list[Run] | None = None
+        self._runs: dict[tuple[Any, ...], Run] = {}
+        self._analyses: dict[Path, Analysis] = {}
+        self.stop_load: threading.Event | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the folder ------------------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """The session's folder, made at the first use. Raises CannotWrite."""
+        if self._folder is None:
+            self._folder = session_folder(self.settings, self._id)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot make the session's folder: {error.strerror or error}",
+                where=str(self._folder),
+                hint="check permissions and free space, or name another folder with --kv-reports",
+            ) from None
+        return self._folder
+
+    @property
+    def measured(self) -> bool:
+        """Whether this session holds anything worth a report."""
+        return bool(self._runs or self.gates or self._before)
+
+    # -- the servers -----------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> Target:
+        """The side that is judged, ready. Attaches, or launches, or starts the embedded engine, at the first use.
+
+        Raises what endpoint, launch and detection raise; the same error again at each later use, without another try.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._target is None:
+            try:
+                self._target = self._open_all()
+            except KvError as error:
+                self._failure = error
+                raise
+        return self._target
+
+    def _open_all(self) -> Target:
+        settings = self.settings
+        self.folder  # noqa: B018  an unwritable folder is found before a server is started
+        if settings.baseline:
+            self.adopt(load_baseline(settings.baseline, Path(settings.reports)), "before")
+        if settings.before:
+            with ExitStack() as before:
+                target = self._side(settings.before, "before", before)
+                self._before = self._measure_plan(target)
+            return self._side(settings.after, "after", self._open)
+        side = "after" if settings.baseline else ""
+        if settings.endpoint:
+            return self._attach(settings.endpoint, side)
+        return self._side(settings.launch or EMBEDDED_DEFAULT, side, self._open)
+
+    def _attach(self, urls: Sequence[str], side: str) -> Target:
+        endpoints = []
+        for url in urls:
+            endpoint = parse_endpoint(url, self.settings)
+            endpoints.append(check_ready(endpoint, min(self.settings.ready_timeout_s, 60.0)))
+        if len({endpoint.root for endpoint in endpoints}) != len(endpoints):
+            raise UsageError("the same endpoint was given twice", where=", ".join(e.shown for e in endpoints), hint="name each replica once")
+        return self._with_dialects(endpoints, side)
+
+    def _side(self, text: str, side: str, stack: ExitStack) -> Target:
+        """Launch ``text`` (or attach, where it is a URL) and return it as a Target that ``stack`` stops."""
+        if re.match(r"https?://", text):
+            return self._attach([text], side)
+        self._say(f"starting {side or 'the server'}: {text}" if self.settings.launch or side else "starting the embedded engine (llama.cpp)")
+        server = stack.enter_context(launch(text, self.settings, self.folder / f"server{'-' + side if side else ''}.log"))
+        target = self._with_dialects([server.endpoint], side)
+        return dataclasses.replace(target, command=tuple(server.command), fresh=True, embedded=server.embedded)
+
+    def _with_dialects(self, endpoints: Sequence[Endpoint], side: str) -> Target:
+        dialects = [detect_endpoint(endpoint, self.settings.engine, self._extra_dialects) for endpoint in endpoints]
+        return Target(tuple(endpoints), tuple(dialects), side=side, provenance=self._provenance)
+
+    def _alive(self, target: Target) -> None:
+        for endpoint in target.endpoints:
+            if endpoint.owned and endpoint.pid is not None and not _exists(endpoint.pid):
+                raise EndpointUnreachable("the server that we started is gone", where=endpoint.shown, hint=f"its log: {endpoint.log}")
+
+    # -- measuring -------------------------------------------------------------------------------------------------
+
+    def load(self, planned: Planned, *, number: int = 0) -> Run:
+        """Return the Run of one window of ``planned``; the same window is measured once a session."""
+        return self._measure(self.target, planned, number)
+
+    def windows(self, planned: Planned) -> list[Run]:
+        """Return the windows of ``planned``: ``settings.windows`` of them where something is compared or saved, else one."""
+        return [self.load(planned, number=number) for number in range(self.window_count(planned))]
+
+    def window_count(self, planned: Planned) -> int:
+        """Return how many windows of a profile this session takes; single requests are not repeated."""
+        compares = bool(self.settings.save or self.settings.baseline or self.settings.before)
+        return self.settings.windows if compares and not planned.requests else 1
+
+    def quality(self, items: Sequence[Item] | None = None) -> Run:
+        """Return the quality Run of the judged side; asked once a session unless other items are given."""
+        return self._quality(self.target, items)
+
+    def before_runs(self) -> list[Run]:
+        """Return the Runs of the side before the change; empty where nothing is compared."""
+        if self.settings.before or self.settings.baseline:
+            self.target  # noqa: B018  measures or loads them
+        return list(self._before or [])
+
+    def runs(self) -> list[Run]:
+        """Return the Runs measured on the judged side so far, in order."""
+        return list(self._runs.values())
+
+    def compare(self) -> Comparison:
+        """Judge the change on everything measured on both sides. Raises UsageError where nothing was named to compare with."""
+        before = self.before_runs()
+        if not before:
+            raise UsageError("nothing to compare with", hint="--kv-baseline=NAME, or --kv-before=... --kv-after=...")
+        wanted = {run.record.profile for run in before}
+        for planned in self.plan:
+            if Path(planned.profile).stem in wanted:
+                self.windows(planned)
+        if "quality" in wanted and self.plan_quality:
+            self.quality()
+        return compare([self.analysis(run) for run in before], [self.analysis(run) for run in self.runs()], self.settings)
+
+    def analysis(self, run: Run) -> Analysis:
+        """Return the Analysis of a Run; made once."""
+        if run.folder not in self._analyses:
+            self._analyses[run.folder] = analyse(run)
+        return self._analyses[run.folder]
+
+    def _measure_plan(self, target: Target) -> list[Run]:
+        runs: list[Run] = []
+        for planned in self.plan:
+            runs += [self._measure(target, planned, number, keep=False) for number in range(self.window_count(planned))]
+        if self.plan_quality:
+            runs.append(self._quality(target, None, keep=False))
+        return runs
+
+    def _measure(self, target: Target, planned: Planned, number: int, *, keep: bool = True) -> Run:
+        key = (
+            planned.profile,
+            planned.users,
+            planned.duration_s,
+            planned.output_tokens,
+            planned.requests,
+            tuple(sorted(planned.options.items())),
+            number,
+        )
+        if keep and key in self._runs:
+            return self._runs[key]
+        self._alive(target)
+        settings = self.settings
+        owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
+        window = Window(
+            profile=planned.profile,
+            users=planned.users or settings.users,
+            duration_s=planned.duration_s or settings.duration_s or owned_window_s,
+            output_tokens=planned.output_tokens or settings.output_tokens,
+            requests=planned.requests,
+            number=number,
+            seed=settings.seed + number,
+            nonce=f"{self._id}-{Path(planned.profile).stem}-{number}",
+            options=planned.options,
+            sample_hz=max(settings.sample_hz, 25.0) if planned.requests else 0.0,
+        )
+        run = measure_load(target, settings, self.folder, window, run_id=self._next_id(), stop=self.stop_load, say=self._say)
+        return self._keep(run, key if keep else None)
+
+    def _quality(self, target: Target, items: Sequence[Item] | None, *, keep: bool = True) -> Run:
+        key = ("quality", tuple(item.id for item in items) if items is not None else ())
+        if keep and key in self._runs:
+            return self._runs[key]
+        self._alive(target)
+        if items is None:
+            items = self.standard_items(target)
+        self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
+        return self._keep(measure_quality(target, self.settings, self.folder, items, run_id=self._next_id()), key if keep else None)
+
+    def standard_items(self, target: Target) -> list[Item]:
+        """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
+        if self.settings.quality_items:
+            return read_items(Path(self.settings.quality_items))
+        return standard_items(target.endpoints[0])
+
+    def _keep(self, run: Run, key: tuple[Any, ...] | None) -> Run:
+        if key is not None:
+            self._runs[key] = run
+        for listener in self.on_run:
+            listener(run)
+        return run
+
+    def _next_id(self) -> str:
+        return f"{self._id}-{secrets.token_hex(2)}"
+
+    def adopt(self, runs: Sequence[Run], side: str) -> list[Run]:
+        """Copy stored Runs into this session as one side of it, so that the session's folder stands alone. Raises CannotWrite."""
+        adopted = []
+        for run in runs:
+            folder = run_folder(self.folder, f"{side}-{run.record.profile}")
+            try:
+                shutil.copytree(run.folder, folder, dirs_exist_ok=True)
+            except (OSError, shutil.Error) as error:
+                raise CannotWrite(f"cannot copy a stored Run: {str(error)[:200]}", where=str(folder), hint="free space, or --kv-reports") from None
+            adopted.append(write_run(folder, msgspec.structs.replace(run.record, side=side)))
+        if side == "before":
+            self._before = adopted
+        else:
+            self._runs.update({(run.folder,): run for run in adopted})
+        return adopted
+
+    # -- judging and the end ---------------------------------------------------------------------------------------
+
+    def record(self, gate: GateRecord) -> None:
+        """Keep a judged gate for the session's verdict."""
+        self.gates.append(gate)
+        for listener in self.on_gate:
+            listener(gate)
+
+    def read_folder(self) -> None:
+        """Take up the Runs that lie in the session's folder: those of xdist workers, or of an earlier process."""
+        runs = read_runs(self.folder) if (self.folder / "runs").exists() else []
+        self._before = [run for run in runs if run.record.side == "before"]
+        self._runs = {(run.folder,): run for run in runs if run.record.side != "before"}
+
+    def before_analyses(self) -> list[Analysis]:
+        """Return the Analyses of the side before the change, as far as it was measured."""
+        return [self.analysis(run) for run in self._before or []]
+
+    def after_analyses(self) -> list[Analysis]:
+        """Return the Analyses of the judged side."""
+        return [self.analysis(run) for run in self.runs()]
+
+    def finish(self) -> VerdictRecord:
+        """Write verdict.json, summary.md and report.html, save the baseline where asked, and return the verdict. Raises CannotWrite."""
+        return conclude(self, self.before_analyses(), self.after_analyses())
+
+    def close(self) -> None:
+        """Stop every server that this session started. Attached servers are left as they are."""
+        self._open.close()
+        self._target = None
+        self._failure = self._failure or UsageError("the session is closed")
+
+
+def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analysis]) -> VerdictRecord:
+    """Write what a session found (verdict.json, summary.md, report.html, the saved baseline) and return its verdict. Raises CannotWrite."""
+    settings = session.settings
+    verdict, notes = session_verdict(session.gates, session.deselected)
+    sides = [*before, *after]
+    first = sides[-1].run.record if sides else None
+    record = VerdictRecord(
+        schema_version=SCHEMA_VERSION,
+        verdict=verdict,
+        session=session.folder.name,
+        name=settings.name,
+        engine=first.engine if first else "",
+        engine_version=first.engine_version if first else "",
+        model=first.model if first else "",
+        embedded=any(analysis.run.record.embedded for analysis in sides),
+        comparison=_comparison_text(settings),
+        started_wall_s=session.started_wall_s,
+        ended_wall_s=time.time(),
+        gates=list(session.gates),
+        config_diff=config_diff(before[0].run, after[0].run) if before and after else [],
+        problems=sorted({problem.text for analysis in sides for problem in analysis.problems}),
+        notes=[*session.notes, *notes],
+        deselected=list(session.deselected),
+        repeat=list(session.repeat),
+        versions=version_facts(first.engine, first.engine_version) if first else {},
+        machine=machine_facts(),
+    )
+    write_session(session.folder, record, list(before), list(after))
+    if settings.save:
+        save_baseline(session.folder, Path(settings.reports), settings.save)
+    return record
+
+
+def _comparison_text(settings: Settings) -> str:
+    if settings.before:
+        return f"{settings.before}  against  {settings.after}"
+    return f"baseline {settings.baseline}" if settings.baseline else ""
+
+
+def _exists(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
