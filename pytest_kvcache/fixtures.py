@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,6 +186,10 @@ def state_of(config: pytest.Config) -> State:
 @contextmanager
 def _lease(config: pytest.Config) -> Iterator[None]:
     """Hold one lock per endpoint in the machine's temporary folder while this xdist worker measures."""
+    import fcntl
+    import hashlib
+    import tempfile
+
     settings = config.stash[SETTINGS]
     name = "|".join(settings.endpoint) or settings.launch or settings.before or "embedded"
     path = Path(tempfile.gettempdir()) / f"pytest-kvcache-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"

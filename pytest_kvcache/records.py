@@ -10,6 +10,7 @@ Schema history: 1 first layout.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -368,7 +369,8 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         beside.write_bytes(data.encode() if isinstance(data, str) else data)
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise CannotWrite(
             f"cannot write: {error.strerror or error}",
             where=str(path),

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvcache import units
 from pytest_kvcache.errors import UsageError
 
 ENV_PREFIX = "PYTEST_KVCACHE_"
@@ -24,7 +23,8 @@ def _opt(default: Any, help: str, *, group: str, parse: str = "", choices: tuple
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True)
+# Without repr and eq: generating them would be half of what an unused plugin costs at every start of pytest.
+@dataclass(frozen=True, repr=False, eq=False)
 class Settings:
     """The options of one session. ``sources`` maps a field to default, ini, environment or command line."""
 
@@ -75,7 +75,7 @@ class Settings:
     keep_text: bool = _opt(False, "keep prompts and answers in the records", group="output")
     xdist: str = _opt("refuse", "under pytest-xdist: refuse to measure, or take one lease per endpoint", group="output", choices=("refuse", "lease"))
 
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def provenance(self) -> dict[str, dict[str, Any]]:
         """Return ``{option: {"value", "source"}}`` of every option, as run.json keeps it. No key is ever a setting."""
@@ -117,7 +117,11 @@ def parse_value(option: dataclasses.Field[Any], raw: Any, where: str) -> Any:
         if isinstance(default, int):
             return int(str(raw))
         if isinstance(default, float):
-            return units.parse_seconds(str(raw)) if meta["parse"] == "seconds" else float(str(raw))
+            if meta["parse"] != "seconds":
+                return float(str(raw))
+            from pytest_kvcache import units  # here: its patterns need not be compiled at every start of pytest
+
+            return units.parse_seconds(str(raw))
         text = str(raw)
         if meta["choices"] and text not in meta["choices"]:
             raise UsageError(f"{text!r} is not one of {', '.join(meta['choices'])}")
