@@ -1,1 +1,110 @@
+"""What each engine calls it. One module per engine, each with one value: ``DIALECT``."""
 
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Sequence
+
+from pytest_kvcache.engines._dialect import Dialect, has_prefix, looks_like
+from pytest_kvcache.engines._reading import Values, read_values
+from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
+from pytest_kvcache.errors import UnknownEngine, UsageError
+from pytest_kvcache.quantities import Missing
+from pytest_kvcache.records import SnapshotRecord, ValueRecord
+
+__all__ = ["DIALECTS", "Dialect", "RawState", "Sample", "Samples", "Values", "clean", "detect", "named", "read", "read_values", "signs"]
+
+
+def _found() -> dict[str, Dialect]:
+    modules = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    dialects = [importlib.import_module(f"{__name__}.{name}").DIALECT for name in modules]
+    return {dialect.name: dialect for dialect in dialects}
+
+
+DIALECTS: dict[str, Dialect] = _found()
+
+
+def named(name: str, extra: Sequence[Dialect] = ()) -> Dialect:
+    """Return the dialect of that name; ``extra`` ones come first. Raises UsageError, which lists the names."""
+    known = {**DIALECTS, **{dialect.name: dialect for dialect in extra}}
+    dialect = known.get(name)
+    if dialect is None:
+        raise UsageError(f"no engine is called {clean(name, 60)!r}", where="--kv-engine", hint=f"auto, {', '.join(known)}")
+    return dialect
+
+
+def signs(raw: RawState, dialects: Iterable[Dialect] | None = None) -> tuple[list[Dialect], list[Dialect]]:
+    """Return the dialects that a state names surely (by its series or a JSON body of its own) and weakly (``owned_by`` of /v1/models)."""
+    candidates = list(DIALECTS.values() if dialects is None else dialects)
+    names = raw.metrics.names if raw.metrics is not None else frozenset()
+    owners = _owners(raw)
+    sure = [
+        dialect
+        for dialect in candidates
+        if any(has_prefix(name, dialect.series_prefix) for name in names)
+        or any(looks_like(raw.json.get(path.path), path.sign) for path in dialect.json_paths if path.sign)
+    ]
+    return sure, [dialect for dialect in candidates if dialect.owned_by in owners]
+
+
+def detect(raw: RawState, dialects: Iterable[Dialect] | None = None) -> Dialect:
+    """Return the one of ``dialects`` (default: all of ours) that reads this state.
+
+    Raises UnknownEngine, which says what was seen, where none or several do.
+    """
+    candidates = list(DIALECTS.values() if dialects is None else dialects)
+    sure, weak = signs(raw, candidates)
+    found = sure or weak
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(dialect.name for dialect in candidates)
+    if found:
+        shown = ", ".join(dialect.title for dialect in found)
+        raise UnknownEngine(
+            f"cannot judge: the server shows signs of several engines: {shown}", hint=f"name the one that serves: --kv-engine ({known})"
+        )
+    raise UnknownEngine(f"cannot judge: no dialect reads what this server says. {seen(raw)}", hint=f"name the engine: --kv-engine ({known})")
+
+
+def seen(raw: RawState) -> str:
+    """Return in one bounded sentence what a server said that no dialect knows."""
+    said = []
+    if raw.metrics is None:
+        said.append(clean(raw.metrics_reason, 300))
+    else:
+        families = sorted({clean(name, 60) for name in raw.metrics.names})
+        more = f" and {len(families) - 12} more" if len(families) > 12 else ""
+        said.append(f"/metrics has {len(families)} series: {', '.join(families[:12])}{more}")
+    owners = sorted(_owners(raw))
+    if owners:
+        said.append(f"/v1/models says owned_by {', '.join(owners[:5])}")
+    answered = [path for path, body in raw.json.items() if not isinstance(body, Missing) and path != "/v1/models"]
+    if answered:
+        said.append(f"it answers {', '.join(answered)}")
+    return "; ".join(said)
+
+
+def _owners(raw: RawState) -> set[str]:
+    body = raw.json.get("/v1/models")
+    rows = body.get("data") if isinstance(body, dict) else None
+    if not isinstance(rows, list):
+        return set()
+    return {clean(owner, 60) for row in rows[:100] if isinstance(row, dict) and isinstance(owner := row.get("owned_by"), str)}
+
+
+def read(dialect: Dialect, raw: RawState, wall_s: float, endpoint: str = "") -> SnapshotRecord:
+    """Return every canonical quantity of a state as the dialect reads it, for the whole server and for each engine rank.
+
+    Quantities that are not there are Missing with the reason. ``wall_s`` is Unix seconds, ``endpoint`` the address shown.
+    """
+    values = read_values(dialect, raw, wall_s)
+    return SnapshotRecord(
+        engine=dialect.name,
+        wall_s=wall_s,
+        endpoint=endpoint,
+        version=values.version,
+        quantities={name: ValueRecord.of(value) for name, value in values.whole.items()},
+        per_rank={part: {name: ValueRecord.of(value) for name, value in quantities.items()} for part, quantities in values.ranks.items()},
+        notes=values.notes,
+    )

@@ -1,0 +1,233 @@
+"""A dialect is a value: for every canonical quantity it says how one engine states it, or why it does not.
+
+A rule is data. The reader in ``_reading.py`` applies it to what was read from a server. Adding an engine is one file with one
+``DIALECT`` in it; nothing else lists engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_kvcache.quantities import QUANTITIES, Value
+
+if TYPE_CHECKING:
+    from pytest_kvcache.engines._reading import View
+
+Counts = Literal["blocks", "tokens"]
+Parse = Literal["number", "text", "flag"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """The value of a series: the first of ``names`` that the exposition has.
+
+    ``where`` narrows rows by label (any of the label names in the key that a row has, any of the values). Rows may differ in the
+    labels of ``over`` and are then added. Rows that differ in ``pid`` are one gauge told by several processes: the highest
+    counts. ``hint`` says what it takes for the series to be there.
+    """
+
+    names: tuple[str, ...]
+    where: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    over: tuple[str, ...] = ()
+    hint: str = ""
+
+    def describe(self) -> str:
+        """Return where the value comes from, in words for the docs."""
+        narrowed = ", ".join(f"{keys[0]}={'|'.join(values)}" for keys, values in self.where.items())
+        return " or ".join(self.names) + (f" where {narrowed}" if narrowed else "")
+
+
+@dataclass(frozen=True)
+class InfoLabel:
+    """A label of an info series. The literal ``None`` and the empty text are no value."""
+
+    family: str
+    label: str
+    parse: Parse = "number"
+
+    def describe(self) -> str:
+        """Return where the value comes from, in words for the docs."""
+        return f"{self.family}{{{self.label}}}"
+
+
+@dataclass(frozen=True)
+class JsonField:
+    """A field of a JSON body, reached by keys; a number as key indexes a list."""
+
+    path: str
+    keys: tuple[str | int, ...]
+    parse: Parse = "number"
+
+    def describe(self) -> str:
+        """Return where the value comes from, in words for the docs."""
+        return f"{self.path} {'.'.join(str(key) for key in self.keys)}"
+
+
+@dataclass(frozen=True)
+class LogFact:
+    """What the start-up log states under this name; "" is the quantity's own name."""
+
+    name: str = ""
+
+    def describe(self) -> str:
+        """Return where the value comes from, in words for the docs."""
+        return "start-up log"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value computed from others by ``formula``, which is stated wherever the value is shown.
+
+    ``series`` names every series that ``compute`` looks at, so that the parser keeps them.
+    """
+
+    formula: str
+    compute: Callable[[View], Value]
+    series: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return where the value comes from, in words for the docs."""
+        return self.formula
+
+
+@dataclass(frozen=True)
+class FirstOf:
+    """Sources in order of preference: the first that has a value counts."""
+
+    rules: tuple[Rule, ...]
+
+    def describe(self) -> str:
+        """Return where the value comes from, in words for the docs."""
+        return "; else ".join(rule.describe() for rule in self.rules)
+
+
+@dataclass(frozen=True)
+class NoReading:
+    """The engine does not tell (``absent``), or it can never happen there (``cannot_happen``)."""
+
+    why: str
+    never: bool = False
+
+    def describe(self) -> str:
+        """Return why there is no value, in words for the docs."""
+        return f"cannot happen: {self.why}" if self.never else f"absent: {self.why}"
+
+
+Rule = Series | InfoLabel | JsonField | LogFact | Derived | FirstOf | NoReading
+
+
+def absent(why: str) -> NoReading:
+    """Return the rule of a quantity that the engine has and does not tell."""
+    return NoReading(why)
+
+
+def cannot_happen(why: str) -> NoReading:
+    """Return the rule of a quantity that the engine can never have; gates on it do not apply."""
+    return NoReading(why, never=True)
+
+
+def first_of(*rules: Rule) -> FirstOf:
+    """Return a rule that tries each source in turn."""
+    return FirstOf(rules)
+
+
+@dataclass(frozen=True)
+class JsonPath:
+    """A JSON body that the dialect reads. ``per_sample`` bodies move and are cheap; the others are read once a snapshot.
+
+    ``sign`` are keys that only this engine's body has (of the first element, where the body is a list): they identify it.
+    """
+
+    path: str
+    per_sample: bool = False
+    sign: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one engine is read.
+
+    ``series_prefix`` and ``owned_by`` (of /v1/models) and the signs of ``json_paths`` identify it. ``counts`` is the unit of its
+    pool; ``idle_cached_is_free`` says whether KV that is cached and not referenced counts as free; ``gauge_scale`` is what a full
+    pool reads on its usage gauge. Series with different values of ``rank_label`` are engine ranks behind one front end;
+    ``server_labels`` tell servers apart where one exposition holds several. ``remarks`` says what a reader should know of a state.
+    """
+
+    name: str
+    title: str
+    series_prefix: str
+    counts: Counts
+    idle_cached_is_free: bool
+    reads: Mapping[str, Rule]
+    version: Rule
+    owned_by: str = ""
+    gauge_scale: float = 1.0
+    json_paths: tuple[JsonPath, ...] = ()
+    rank_label: str = ""
+    server_labels: tuple[str, ...] = ()
+    model_label: str = ""
+    extra_series: tuple[str, ...] = ()
+    remarks: Callable[[View], list[str]] | None = None
+
+    def __post_init__(self) -> None:
+        silent = [name for name in QUANTITIES if name not in self.reads]
+        unknown = [name for name in self.reads if name not in QUANTITIES]
+        if silent or unknown:
+            raise ValueError(f"dialect {self.name}: says nothing of {silent}, speaks of unknown {unknown}")
+
+    @cached_property
+    def families(self) -> tuple[str, ...]:
+        """The names of all series that this dialect reads, in the engine's own spelling."""
+        found: dict[str, None] = dict.fromkeys(self.extra_series)
+        for rule in (*self.reads.values(), self.version):
+            found.update(dict.fromkeys(_series_of(rule)))
+        return tuple(found)
+
+    @cached_property
+    def wanted(self) -> frozenset[str]:
+        """Every spelling of every series that this dialect reads: what the parser has to keep."""
+        return frozenset(spelled for name in self.families for spelled in spellings(name))
+
+
+def _series_of(rule: Rule) -> tuple[str, ...]:
+    if isinstance(rule, Series):
+        return rule.names
+    if isinstance(rule, InfoLabel):
+        return (rule.family,)
+    if isinstance(rule, Derived):
+        return rule.series
+    if isinstance(rule, FirstOf):
+        return tuple(name for inner in rule.rules for name in _series_of(inner))
+    return ()
+
+
+_SPELLINGS: dict[str, tuple[str, ...]] = {}
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """Return the forms in which a series name of an engine is found, its own form first.
+
+    Exporters, recording rules and Ray rename: ``vllm:x`` is also ``vllm_x``, ``vllm.x``, ``ray_vllm_x`` and ``ray_vllm:x``.
+    Source: engines.md, sections 10 and 11. A name without a colon has one form.
+    """
+    known = _SPELLINGS.get(name)
+    if known is None:
+        prefix, colon, rest = name.partition(":")
+        forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}") if colon else (name,)
+        known = _SPELLINGS[name] = forms
+    return known
+
+
+def has_prefix(name: str, prefix: str) -> bool:
+    """Say whether a series name as found in an exposition belongs to an engine whose own names begin with ``prefix`` and a colon."""
+    bare = name.removeprefix("ray_")
+    return bare.startswith(prefix) and bare[len(prefix) : len(prefix) + 1] in {":", "_", "."}
+
+
+def looks_like(body: Any, sign: tuple[str, ...]) -> bool:
+    """Say whether a JSON body (of a list: its first element) has all keys of ``sign``."""
+    first = body[0] if isinstance(body, list) and body else body
+    return bool(sign) and isinstance(first, dict) and all(key in first for key in sign)

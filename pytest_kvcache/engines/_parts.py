@@ -1,0 +1,63 @@
+"""Sorts the rows of an exposition that holds several engines by the labels that tell engines apart."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pytest_kvcache.engines._dialect import Dialect
+from pytest_kvcache.engines._state import RawState, Sample, clean
+
+MOST_PARTS = 256
+
+
+class Parts:
+    """Which part each row belongs to. A row without some of the labels belongs to every part that it does not contradict."""
+
+    def __init__(self, dialect: Dialect, raw: RawState) -> None:
+        labels = [*dialect.server_labels, dialect.model_label, dialect.rank_label]
+        self.labels = tuple(label for label in labels if label)
+        self.rank_at = len(self.labels) - 1 if dialect.rank_label else None
+        self.model_at = len(dialect.server_labels) if dialect.model_label else None
+        found: dict[tuple[str | None, ...], None] = {}
+        if raw.metrics is not None and self.labels:
+            for rows in raw.metrics.rows.values():
+                for row in rows:
+                    found[self.key(row)] = None
+        # A key that another one refines is no part of its own. Beyond the bound all rows are one part, which then reads as Missing.
+        keys = [key for key in found if None not in key or not any(_refines(other, key) for other in found)] if len(found) <= MOST_PARTS else []
+        self.keys = keys or [(None,) * len(self.labels)]
+        self._of: dict[tuple[str | None, ...], tuple[int, ...]] = {}
+
+    def key(self, row: Sample) -> tuple[str | None, ...]:
+        """Return the labels of a row that tell parts apart; None for one that it has not."""
+        return tuple(row.labels.get(label) for label in self.labels)
+
+    def of(self, row: Sample) -> tuple[int, ...]:
+        """Return the numbers of the parts that the row may belong to."""
+        key = self.key(row)
+        known = self._of.get(key)
+        if known is None:
+            known = tuple(n for n, part in enumerate(self.keys) if all(a is None or b is None or a == b for a, b in zip(key, part, strict=True)))
+            self._of[key] = known
+        return known
+
+    def front_end(self, number: int) -> tuple[str | None, ...]:
+        """Return the key of a part without its rank: ranks of one front end share it."""
+        return tuple(value for at, value in enumerate(self.keys[number]) if at != self.rank_at)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Short names of the parts: the values of as few labels as tell them apart."""
+        chosen: list[int] = []
+        order = [at for at in (self.rank_at, self.model_at) if at is not None]
+        order = [*(at for at in range(len(self.labels)) if at not in order), *order]
+        for at in order:
+            if len({tuple(key[i] for i in chosen) for key in self.keys}) == len(self.keys) and chosen:
+                break
+            if len({tuple(key[i] for i in [*chosen, at]) for key in self.keys}) > len({tuple(key[i] for i in chosen) for key in self.keys}):
+                chosen.append(at)
+        return ["/".join(clean(key[i] or "-", 80) for i in chosen) for key in self.keys]
+
+
+def _refines(other: tuple[str | None, ...], key: tuple[str | None, ...]) -> bool:
+    return other != key and all(a is None or a == b for a, b in zip(key, other, strict=True))

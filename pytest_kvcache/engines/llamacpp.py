@@ -1,0 +1,214 @@
+"""llama.cpp's server: /slots, /props, /v1/models, and /metrics where it was started with ``--metrics``.
+
+Its KV cache is a pool of cells, one token each; it has no blocks. Unified slots share one pool of ``n_ctx`` cells and each reports
+the whole ``n_ctx``; split slots have a pool of their own each. No endpoint tells which it is: the start-up log does.
+Source: llama.cpp b11434, ``tools/server/server-task.cpp`` and ``server-context.cpp``; fields seen on builds of November 2026.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_kvcache.engines._dialect import Derived, Dialect, JsonField, JsonPath, LogFact, Series, absent, cannot_happen, first_of
+from pytest_kvcache.engines._reading import View
+from pytest_kvcache.quantities import Missing, Reading, Value
+
+_NO_BLOCKS = cannot_happen("llama.cpp counts tokens (cells), not blocks")
+_NOT_COUNTED = absent("llama.cpp does not count finished requests")
+_METRICS = "needs the server's --metrics flag"
+_PROMPT = "llamacpp:prompt_tokens_total"
+_CACHED = "llamacpp:prompt_tokens_cached_total"
+_SIX_DIGITS = 1e6
+
+
+def _slots(view: View) -> list[dict[str, Any]] | Missing:
+    body = view.json("/slots")
+    if isinstance(body, Missing):
+        return body
+    slots = [slot for slot in body if isinstance(slot, dict)] if isinstance(body, list) else []
+    return slots or Missing("/slots lists no slot")
+
+
+def _whole_number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _slot_contexts(view: View) -> list[int] | Missing:
+    slots = _slots(view)
+    if isinstance(slots, Missing):
+        return slots
+    contexts = [n for slot in slots if (n := _whole_number(slot.get("n_ctx")))]
+    return contexts if len(contexts) == len(slots) else Missing("/slots states no n_ctx")
+
+
+def _unified(view: View) -> bool | None:
+    """Say whether slots share one pool; None where the log does not tell."""
+    fact = view.raw.log_facts.get("kv_unified")
+    if not isinstance(fact, Reading):
+        return None
+    return str(fact.value).strip().lower() in {"true", "1", "1.0"}
+
+
+def _pool_tokens(view: View) -> Value:
+    stated = view.raw.log_facts.get("pool_tokens")
+    if isinstance(stated, Reading):
+        return stated
+    contexts = _slot_contexts(view)
+    if isinstance(contexts, Missing):
+        return contexts
+    if len(contexts) == 1:
+        return view.reading("pool_tokens", contexts[0], "/slots n_ctx of the only slot")
+    unified = _unified(view)
+    if unified is None:
+        return Missing(
+            f"{len(contexts)} slots of {max(contexts)} tokens share one pool of {max(contexts)} (unified) or have {sum(contexts)} together (split);"
+            " only the start-up log tells: launch the server with --kv-launch, or start it with one slot (-np 1)"
+        )
+    if unified:
+        return view.reading("pool_tokens", max(contexts), "/slots n_ctx, one pool for all slots (start-up log: kv_unified)")
+    return view.reading("pool_tokens", sum(contexts), "sum of /slots n_ctx (start-up log: kv_unified = false)")
+
+
+def _used_tokens(view: View) -> Value:
+    """Tokens in the slots that serve a request now. A slot keeps its tokens after the end; the next request takes them over."""
+    slots = _slots(view)
+    if isinstance(slots, Missing):
+        return slots
+    held = 0
+    for slot in slots:
+        if slot.get("is_processing") is not True:
+            continue
+        tokens = _whole_number(slot.get("n_prompt_tokens"))
+        if tokens is None:
+            return Missing("/slots of this build states no n_prompt_tokens: what a slot holds is not told")
+        held += tokens
+    return view.reading("used_tokens", held, "sum of /slots n_prompt_tokens over slots that are processing")
+
+
+def _pool_and_used(view: View) -> tuple[int, int] | Missing:
+    pool, used = view.value("pool_tokens"), view.value("used_tokens")
+    if isinstance(pool, Missing):
+        return pool
+    if isinstance(used, Missing):
+        return used
+    return int(pool.number()), int(used.number())
+
+
+def _free_tokens(view: View) -> Value:
+    both = _pool_and_used(view)
+    if isinstance(both, Missing):
+        return both
+    pool, used = both
+    return view.checked("free_tokens", pool - used, "pool_tokens - used_tokens")
+
+
+def _usage(view: View) -> Value:
+    both = _pool_and_used(view)
+    if isinstance(both, Missing):
+        return both
+    pool, used = both
+    return view.checked("usage", used / pool, "used_tokens / pool_tokens") if pool else Missing("the pool has no cell")
+
+
+def _busy_slots(view: View) -> Value:
+    slots = _slots(view)
+    if isinstance(slots, Missing):
+        return slots
+    return view.reading("running", sum(slot.get("is_processing") is True for slot in slots), "busy slots of /slots")
+
+
+def _slot_count(view: View) -> Value:
+    slots = _slots(view)
+    return slots if isinstance(slots, Missing) else view.reading("max_num_seqs", len(slots), "number of /slots")
+
+
+def _least_context(view: View) -> Value:
+    contexts = _slot_contexts(view)
+    return contexts if isinstance(contexts, Missing) else view.reading("max_model_len", min(contexts), "least n_ctx of /slots")
+
+
+def _looked_up(view: View) -> Value:
+    parts = [view.apply(Series((name,), hint=_METRICS), "prefix_queries") for name in (_PROMPT, _CACHED)]
+    for part in parts:
+        if isinstance(part, Missing):
+            return part
+    total = sum(part.number() for part in parts if isinstance(part, Reading))
+    return view.reading("prefix_queries", total, f"{_PROMPT} + {_CACHED}")
+
+
+def _remarks(view: View) -> list[str]:
+    notes: list[str] = []
+    slots, contexts = _slots(view), _slot_contexts(view)
+    if not isinstance(slots, Missing) and not isinstance(contexts, Missing) and len(contexts) > 1 and _unified(view) is False:
+        held = [
+            (_whole_number(slot.get("n_prompt_tokens")) or 0 if slot.get("is_processing") is True else 0, n)
+            for slot, n in zip(slots, contexts, strict=True)
+        ]
+        used, size = max(held, key=lambda pair: pair[0] / pair[1])
+        notes.append(
+            f"split slots: each of the {len(contexts)} has a pool of its own, and a request is bound by its slot;"
+            f" the fullest holds {used} of {size} tokens ({size - used} free)"
+        )
+    if view.raw.metrics is not None:
+        rows = [(name, row.value) for name in view.dialect.families for row in view.rows(name)[1]]
+        if any(value >= _SIX_DIGITS for _, value in rows):
+            notes.append("llama.cpp prints six significant digits: counters above 999,999 are rounded, and so are their differences")
+        notes.append("reading /metrics resets llama.cpp's own rate gauges (prompt_tokens_seconds, predicted_tokens_seconds) for every other reader")
+    return notes
+
+
+DIALECT = Dialect(
+    name="llamacpp",
+    title="llama.cpp",
+    series_prefix="llamacpp",
+    owned_by="llamacpp",
+    counts="tokens",
+    # A slot keeps the tokens of its last request, and the next request takes them over: they hold nobody up.
+    idle_cached_is_free=True,
+    json_paths=(
+        JsonPath("/slots", per_sample=True, sign=("id", "n_ctx", "is_processing")),
+        JsonPath("/props", sign=("default_generation_settings", "total_slots")),
+        JsonPath("/v1/models"),
+    ),
+    version=first_of(JsonField("/props", ("build_info",), "text"), LogFact("version")),
+    remarks=_remarks,
+    reads={
+        "pool_blocks": _NO_BLOCKS,
+        "usable_blocks": _NO_BLOCKS,
+        "block_size": _NO_BLOCKS,
+        "used_blocks": _NO_BLOCKS,
+        "free_blocks": _NO_BLOCKS,
+        "num_gpu_blocks_override": _NO_BLOCKS,
+        "pool_tokens": Derived("start-up log; else n_ctx (unified, or one slot) or the sum of the slots' n_ctx (split)", _pool_tokens),
+        "pool_bytes": first_of(LogFact(), absent("llama.cpp states the pool's bytes in its start-up log only")),
+        "max_concurrency": absent("llama.cpp gives no such figure: its seats are its slots"),
+        "max_model_len": first_of(
+            JsonField("/props", ("default_generation_settings", "n_ctx")), Derived("least n_ctx of /slots", _least_context), LogFact()
+        ),
+        "max_num_seqs": first_of(JsonField("/props", ("total_slots",)), Derived("number of /slots", _slot_count), LogFact()),
+        "kv_dtype": first_of(LogFact(), absent("llama.cpp states the KV type in its start-up log only")),
+        "prefix_caching": absent("each request asks for it (cache_prompt); the server's default is not told"),
+        "gpu_memory_utilization": cannot_happen("llama.cpp sizes its pool by tokens, not by a share of the card"),
+        "used_tokens": Derived("sum of /slots n_prompt_tokens over slots that are processing", _used_tokens),
+        "free_tokens": Derived("pool_tokens - used_tokens", _free_tokens),
+        "usage": Derived("used_tokens / pool_tokens", _usage),
+        # /slots first: running and used_tokens are then of one moment.
+        "running": first_of(Derived("busy slots of /slots", _busy_slots), Series(("llamacpp:requests_processing",), hint=_METRICS)),
+        "waiting": Series(("llamacpp:requests_deferred",), hint=_METRICS),
+        "waiting_capacity": Series(("llamacpp:requests_deferred",), hint=_METRICS),
+        "swapped": cannot_happen("llama.cpp never swaps a request out"),
+        "preemptions": cannot_happen("llama.cpp never preempts: when a shared pool is full in mid-decode, running requests end with HTTP 500"),
+        "rejections": cannot_happen("llama.cpp's queue has no limit: it defers and never refuses for load"),
+        "prefix_queries": Derived(f"{_PROMPT} + {_CACHED}", _looked_up, (_PROMPT, _CACHED)),
+        "prefix_hits": Series((_CACHED,), hint=_METRICS),
+        "prompt_tokens": Series((_PROMPT,), hint=_METRICS),
+        "generation_tokens": Series(("llamacpp:tokens_predicted_total",), hint=_METRICS),
+        "finished": _NOT_COUNTED,
+        "finished_stop": _NOT_COUNTED,
+        "finished_length": _NOT_COUNTED,
+        "finished_abort": _NOT_COUNTED,
+        "finished_error": _NOT_COUNTED,
+        # Seen on a running server: the header Process-Start-Time-Unix holds microseconds of the machine's monotonic clock.
+        "start_time": absent("llama.cpp's Process-Start-Time-Unix header holds microseconds since the machine started, not Unix time"),
+    },
+)

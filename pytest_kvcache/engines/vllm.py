@@ -1,0 +1,282 @@
+"""vLLM 0.6 to 0.32: engines V0 and V1, relabelled names, data-parallel ranks, Ray replicas, and llm-d-inference-sim.
+
+Source: vLLM 0.32.0, ``vllm/v1/metrics/loggers.py``, ``vllm/v1/core/block_pool.py``, ``vllm/config/cache.py`` and
+``vllm/v1/engine/core_client.py``; older names from its releases 0.6 to 0.31.
+"""
+
+from __future__ import annotations
+
+from pytest_kvcache.engines._dialect import Derived, Dialect, InfoLabel, JsonField, JsonPath, LogFact, Series, absent, first_of
+from pytest_kvcache.engines._reading import View
+from pytest_kvcache.engines._state import clean
+from pytest_kvcache.quantities import Missing, Reading, Value
+
+INFO = "vllm:cache_config_info"
+# V0 shows these; V1 never did. Any of them is enough.
+_V0_SIGNS = (
+    "vllm:num_requests_swapped",
+    "vllm:cpu_cache_usage_perc",
+    "vllm:cpu_prefix_cache_hit_rate",
+    "vllm:gpu_prefix_cache_hit_rate",
+    "vllm:avg_generation_throughput_toks_per_s",
+)
+_SLEEP = "vllm:engine_sleep_state"
+_SUCCESS = ("vllm:request_success_total", "vllm:request_success")
+_REASON = ("finished_reason", "finish_reason")
+_TARGET_LABELS = ("instance", "pod", "ReplicaId", "WorkerId")
+# What Prometheus, its relabelling and Ray add to a series; no part of what the engine says.
+_ADDED_LABELS = frozenset({*_TARGET_LABELS, "job", "namespace", "node", "container", "service", "endpoint", "cluster", "Component", "NodeAddress"})
+
+
+def _is_v0(view: View) -> bool:
+    return view.has(*_V0_SIGNS)
+
+
+def _is_simulated(view: View) -> bool:
+    """llm-d-inference-sim: an info series of exactly two labels, and ``finish_reason`` where vLLM says ``finished_reason``."""
+    _, rows = view.rows(INFO, shared=True)
+    if rows and set(rows[0].labels) - _ADDED_LABELS == {"block_size", "num_gpu_blocks"}:
+        return True
+    return any("finish_reason" in row.labels for name in _SUCCESS for row in view.rows(name)[1])
+
+
+def _null_blocks(view: View) -> int:
+    """Blocks that no request can hold: V1 keeps one (id 0), V0 and the simulator none."""
+    return 0 if _is_v0(view) or _is_simulated(view) else 1
+
+
+def _is_asleep(view: View) -> bool:
+    _, rows = view.rows(_SLEEP)
+    awake = [row.value for row in rows if row.labels.get("sleep_state") == "awake"]
+    return bool(awake) and not any(awake)
+
+
+def _pool_blocks(view: View) -> Value:
+    """``num_gpu_blocks``. With data parallelism behind one front end the label is the sum over engines, the same on every row."""
+    source, text = view.label(INFO, "num_gpu_blocks")
+    if isinstance(text, Missing):
+        return text
+    try:
+        blocks = int(text)
+    except ValueError:
+        return Missing(f"{source} is {clean(text, 40)!r}, which is no number of blocks")
+    engines = len(view.peers)
+    if _is_sum(view):
+        if blocks % engines:
+            return Missing(f"{source} is {blocks} over {engines} engines: their pools differ and only the sum is told")
+        return view.checked("pool_blocks", blocks // engines, f"{source} / {engines} engines (the label is their sum)")
+    return view.checked("pool_blocks", blocks, source)
+
+
+def _pool_from_log(view: View) -> Value:
+    """0.8 with V1 says num_gpu_blocks="None"; its log's token figure is blocks x block_size there."""
+    told, tokens, size = view.label(INFO, "num_gpu_blocks")[1], view.apply(LogFact("pool_tokens"), "pool_tokens"), view.value("block_size")
+    if isinstance(tokens, Missing):
+        return tokens
+    if isinstance(size, Missing):
+        return size
+    if not isinstance(told, Missing) or not told.reason.endswith('="None"') or tokens.number() % size.number():
+        return Missing("the log's token figure cannot be turned into blocks")
+    return view.reading("pool_blocks", tokens.number() / size.number(), f"{tokens.source} / {size.source}")
+
+
+def _is_sum(view: View) -> bool:
+    """Say whether the label is the sum over ranks, repeated; ranks that print different pools print their own."""
+    peers = view.peers
+    return len(peers) > 1 and len({str(peer.label(INFO, "num_gpu_blocks")[1]) for peer in peers}) == 1
+
+
+def _usable_blocks(view: View) -> Value:
+    pool = view.value("pool_blocks")
+    if isinstance(pool, Missing):
+        return pool
+    kept = _null_blocks(view)
+    usable = max(int(pool.number()) - kept, 0)
+    return view.reading("usable_blocks", usable, f"{pool.source} - {kept} (null block)" if kept else f"{pool.source} (no null block)")
+
+
+def _held(view: View) -> tuple[int, int, str] | Missing:
+    """Return used blocks, usable blocks and the formula. Inverse of usage = 1 - free / usable in ``block_pool.py``."""
+    if _is_asleep(view):
+        return Missing("the engine sleeps (vllm:engine_sleep_state): its pool is not there")
+    usage, usable = view.value("usage"), view.value("usable_blocks")
+    if isinstance(usage, Missing):
+        return usage
+    if isinstance(usable, Missing):
+        return usable
+    pool = int(usable.number())
+    return min(round(usage.number() * pool), pool), pool, f"round({usage.source} x {pool} usable blocks)"
+
+
+def _used_blocks(view: View) -> Value:
+    held = _held(view)
+    return held if isinstance(held, Missing) else view.reading("used_blocks", held[0], held[2])
+
+
+def _free_blocks(view: View) -> Value:
+    held = _held(view)
+    return held if isinstance(held, Missing) else view.reading("free_blocks", held[1] - held[0], f"{held[1]} usable blocks - {held[2]}")
+
+
+def _pool_product(view: View) -> Value:
+    """``num_gpu_blocks x block_size``: right for one group of full-attention layers only, so it comes last."""
+    pool, size = view.value("pool_blocks"), view.value("block_size")
+    if isinstance(pool, Missing):
+        return pool
+    if isinstance(size, Missing):
+        return size
+    return view.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source} (holds for one full-attention group)")
+
+
+def _pool_bytes(view: View) -> Value:
+    """``kv_cache_memory_bytes`` (of one worker); stale as soon as the number of blocks is overridden."""
+    override = view.value("num_gpu_blocks_override")
+    if isinstance(override, Reading):
+        return Missing("num_gpu_blocks_override is set: kv_cache_memory_bytes does not describe the pool that is in use")
+    source, text = view.label(INFO, "kv_cache_memory_bytes")
+    if isinstance(text, Missing):
+        stated = view.apply(LogFact(), "pool_bytes")
+        return stated if isinstance(stated, Reading) else Missing(f"{text.reason}; {stated.reason}")
+    return view.checked("pool_bytes", float(text), f"{source} (one worker)") if text.isdigit() else Missing(f"{source} is {clean(text, 40)!r}")
+
+
+def _kv_dtype(view: View) -> Value:
+    """``cache_dtype``; where it is ``auto`` (the model's own dtype) the log's resolved type, if it states one."""
+    source, text = view.label(INFO, "cache_dtype")
+    if not isinstance(text, Missing) and text != "auto":
+        return view.reading("kv_dtype", clean(text, 60), source)
+    stated = view.apply(LogFact(), "kv_dtype")
+    if isinstance(stated, Reading):
+        return stated
+    return text if isinstance(text, Missing) else view.reading("kv_dtype", text, f"{source} (the model's own dtype, not resolved)")
+
+
+def _max_model_len(view: View) -> Value:
+    """The least ``max_model_len`` of the base models that /v1/models lists; LoRA rows (with a parent) have none."""
+    body = view.json("/v1/models")
+    if isinstance(body, Missing):
+        return body
+    rows = body.get("data") if isinstance(body, dict) else None
+    models = [row for row in rows if isinstance(row, dict) and row.get("parent") is None] if isinstance(rows, list) else []
+    named = [row for row in models if row.get("id") == view.raw.model] or models
+    lengths = [n for row in named if isinstance(n := row.get("max_model_len"), int) and not isinstance(n, bool) and n > 0]
+    if not lengths:
+        return Missing("/v1/models states no max_model_len")
+    return view.reading("max_model_len", min(lengths), "/v1/models max_model_len")
+
+
+def _swapped(view: View) -> Value:
+    if _is_v0(view):
+        return view.apply(Series(("vllm:num_requests_swapped",)), "swapped")
+    if view.raw.metrics is None:
+        return Missing(view.raw.metrics_reason)
+    return Missing("V1 never swaps: it preempts and computes again", cannot_happen=True)
+
+
+def _finished(*reasons: str) -> Series:
+    return Series(_SUCCESS, where={_REASON: reasons} if reasons else {}, over=_REASON)
+
+
+def _remarks(view: View) -> list[str]:
+    notes: list[str] = []
+    if any(_is_simulated(part) for part in view.parts):
+        notes.append("simulated: this is llm-d-inference-sim, whose metrics need not agree with what it does")
+    if any(_is_v0(part) for part in view.parts):
+        notes.append("vLLM V0: no null block; a preempted request may be swapped to host memory")
+    if any(_is_asleep(part) for part in view.parts):
+        notes.append("an engine sleeps (vllm:engine_sleep_state): its KV pool is not there")
+    ranks = next((len(part.peers) for part in view.parts if _is_sum(part)), 0)
+    if ranks:
+        notes.append(f"{ranks} engine ranks behind one front end: num_gpu_blocks is the sum over them, and kv_cache_size_tokens is per engine")
+    models = next((part.models for part in view.parts if part.models), [])
+    if models:
+        notes.append(f"{len(models)} models on one engine: {', '.join(models)[:200]}; {INFO} names none of them")
+    part = view.parts[0]
+    notes += _pool_remarks(part)
+    if any("pid" in row.labels for row in part.rows("vllm:kv_cache_usage_perc")[1]):
+        notes.append("several API server processes: the highest of their usage gauges counts, the others are stale")
+    return notes
+
+
+def _pool_remarks(part: View) -> list[str]:
+    notes: list[str] = []
+    override = part.value("num_gpu_blocks_override")
+    if isinstance(override, Reading):
+        notes.append(f"num_gpu_blocks_override={override.value}: the pool is artificial")
+    blocks, size = part.value("pool_blocks"), part.value("block_size")
+    _, text = part.label(INFO, "kv_cache_size_tokens")
+    if isinstance(blocks, Reading) and isinstance(size, Reading) and isinstance(text, str) and text.isdigit():
+        product = int(blocks.number() * size.number())
+        if product != int(text):
+            notes.append(
+                f"num_gpu_blocks x block_size = {product:,} tokens, kv_cache_size_tokens = {int(text):,}: several KV groups (window or state"
+                " layers) or a max length that is no multiple of the block; the token figure holds for requests at max length only"
+            )
+    return notes
+
+
+DIALECT = Dialect(
+    name="vllm",
+    title="vLLM",
+    series_prefix="vllm",
+    owned_by="vllm",
+    counts="blocks",
+    idle_cached_is_free=True,
+    rank_label="engine",
+    server_labels=_TARGET_LABELS,
+    model_label="model_name",
+    json_paths=(JsonPath("/v1/models"), JsonPath("/version")),
+    version=first_of(JsonField("/version", ("version",), "text"), LogFact("version")),
+    extra_series=(_SLEEP, *_V0_SIGNS),
+    remarks=_remarks,
+    reads={
+        "pool_blocks": first_of(
+            Derived("vllm:cache_config_info{num_gpu_blocks}, over data-parallel ranks divided by their number", _pool_blocks, (INFO,)),
+            LogFact(),
+            Derived("start-up log's pool_tokens / block_size (0.8, where the label is None)", _pool_from_log),
+        ),
+        "usable_blocks": Derived("pool_blocks - 1 null block (V0 and llm-d-inference-sim keep none)", _usable_blocks, (INFO, *_V0_SIGNS)),
+        # Before 0.22 the label block_size is filled before hybrid models align it; the log's "Setting attention block size" then wins.
+        "block_size": first_of(InfoLabel(INFO, "effective_attention_block_size"), LogFact(), InfoLabel(INFO, "block_size")),
+        "pool_tokens": first_of(
+            InfoLabel(INFO, "kv_cache_size_tokens"), LogFact(), Derived("pool_blocks x block_size (one full-attention group)", _pool_product)
+        ),
+        "pool_bytes": Derived(
+            "vllm:cache_config_info{kv_cache_memory_bytes}, unless num_gpu_blocks_override is set; else start-up log", _pool_bytes, (INFO,)
+        ),
+        "max_concurrency": first_of(InfoLabel(INFO, "kv_cache_max_concurrency"), LogFact()),
+        "max_model_len": first_of(Derived("/v1/models data[].max_model_len of the base model", _max_model_len), LogFact()),
+        "max_num_seqs": first_of(LogFact(), absent("vLLM exports no max_num_seqs; only the start-up log may state it")),
+        "kv_dtype": Derived("vllm:cache_config_info{cache_dtype}; where it is auto: start-up log", _kv_dtype, (INFO,)),
+        "prefix_caching": first_of(InfoLabel(INFO, "enable_prefix_caching", "flag"), LogFact()),
+        "gpu_memory_utilization": first_of(InfoLabel(INFO, "gpu_memory_utilization"), LogFact()),
+        "num_gpu_blocks_override": InfoLabel(INFO, "num_gpu_blocks_override"),
+        "used_blocks": Derived("round(usage x usable_blocks)", _used_blocks, (_SLEEP,)),
+        "free_blocks": Derived("usable_blocks - used_blocks", _free_blocks, (_SLEEP,)),
+        "used_tokens": absent("vLLM counts blocks: see used_blocks"),
+        "free_tokens": absent("vLLM counts blocks: see free_blocks"),
+        # 0.9.2 to 0.11 show both names with one value: one is taken, they are never added.
+        "usage": Series(("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
+        "running": Series(("vllm:num_requests_running",)),
+        "waiting": Series(("vllm:num_requests_waiting",)),
+        "waiting_capacity": Series(("vllm:num_requests_waiting_by_reason",), where={("reason",): ("capacity",)}, hint="needs vLLM 0.30 or newer"),
+        "swapped": Derived("vllm:num_requests_swapped; V1 cannot swap", _swapped, _V0_SIGNS),
+        "preemptions": Series(("vllm:num_preemptions_total", "vllm:num_preemptions"), hint="behind Ray a counter is absent until its first event"),
+        "rejections": Series(
+            ("vllm:admission_rejections_total", "vllm:admission_rejections"), over=("reason",), hint="needs vLLM 0.31 or newer and a queue limit"
+        ),
+        "prefix_queries": Series(("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "vllm:prefix_cache_queries")),
+        "prefix_hits": Series(("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "vllm:prefix_cache_hits")),
+        "prompt_tokens": Series(("vllm:prompt_tokens_total", "vllm:prompt_tokens")),
+        "generation_tokens": Series(("vllm:generation_tokens_total", "vllm:generation_tokens")),
+        "finished": _finished(),
+        "finished_stop": _finished("stop"),
+        "finished_length": _finished("length"),
+        "finished_abort": _finished("abort"),
+        "finished_error": _finished("error"),
+        # Counters are created when the engine starts. V0 and several API server processes show no _created.
+        "start_time": Series(
+            ("vllm:num_preemptions_created", "vllm:generation_tokens_created", "vllm:prompt_tokens_created", "process_start_time_seconds")
+        ),
+    },
+)

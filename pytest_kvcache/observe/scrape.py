@@ -1,0 +1,221 @@
+"""Reads a server once: /metrics, the JSON bodies that its dialect needs, and what its start-up log states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, clean, detect, named, read, signs
+from pytest_kvcache.errors import EndpointUnreachable
+from pytest_kvcache.observe.exposition import parse_samples
+from pytest_kvcache.quantities import Missing, Value
+from pytest_kvcache.records import SnapshotRecord
+from pytest_kvcache.server.address import Endpoint
+from pytest_kvcache.server.startlog import facts
+from pytest_kvcache.server.transport import Answer, ask, error_text
+
+__all__ = ["Reader", "detect_endpoint", "fetch", "parse_samples", "take_snapshot", "take_snapshot_raw"]
+
+MOST_METRICS_BYTES = 32 << 20
+MOST_JSON_BYTES = 4 << 20
+# A start-up is told in the first lines; what follows is one line a request.
+LOG_HEAD_BYTES = 1 << 20
+# A server closes an idle connection just when the next request goes out: that failure is instant, and is tried once more.
+_AT_ONCE_S = 0.05
+_ACCEPT = "text/plain;version=0.0.4, text/plain;q=0.9, */*;q=0.1"
+
+
+class Reader:
+    """Reads one endpoint again and again over kept connections; a context manager.
+
+    ``dialect`` None reads what the ``candidates`` (default: all of ours) would ask for. ``log`` is the start-up log of a server of
+    ours (default: the endpoint's). Raises UsageError for a CA bundle or a key that cannot be read.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dialect: Dialect | None = None,
+        *,
+        log: Path | None = None,
+        timeout_s: float = 5.0,
+        candidates: Iterable[Dialect] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.candidates = list(DIALECTS.values() if candidates is None else candidates) if dialect is None else [dialect]
+        self.timeout_s = timeout_s
+        self.log_facts = log_facts(log if log is not None else endpoint.log)
+        self._wanted = frozenset[str]().union(*(each.wanted for each in self.candidates))
+        self._metrics = endpoint.client(timeout_s=timeout_s, metrics=True)
+        self._metrics.headers["Accept"] = _ACCEPT
+        self._api = endpoint.client(timeout_s=timeout_s)
+        self._once: dict[str, Any | Missing] = {}
+        self._answered = False
+        self._failure: EndpointUnreachable | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. A read that is under way in another thread then fails."""
+        self._metrics.close()
+        self._api.close()
+
+    @property
+    def silence(self) -> EndpointUnreachable | None:
+        """The error of the last look, where nobody answered at all; None where anything came back."""
+        return None if self._answered else self._failure
+
+    def look(self, *, once: bool = True, keep_text: bool = False) -> RawState:
+        """Return what the server says now; whatever cannot be read is there as Missing with the reason, and nothing is raised.
+
+        ``once`` False reads only the JSON bodies that move, and takes those that do not from the look before (or reads again one
+        that was missing there). ``keep_text`` keeps the exposition as it came.
+        """
+        self._answered, self._failure = False, None
+        raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
+        answer = self._get(self._metrics, "/metrics", MOST_METRICS_BYTES)
+        samples = answer if isinstance(answer, Missing) else _samples(answer, self._wanted)
+        if isinstance(samples, Missing):
+            raw.metrics_reason = samples.reason
+        else:
+            raw.metrics = samples
+            raw.text = answer.body.decode("utf-8", "replace") if keep_text and isinstance(answer, Answer) else ""
+        sure = signs(raw, self.candidates)[0] or self.candidates
+        paths = {path.path: path.per_sample for dialect in sure for path in dialect.json_paths}
+        raw.json = {path: self._read_json(path, once or moves) for path, moves in paths.items()}
+        return raw
+
+    def _read_json(self, path: str, now: bool) -> Any | Missing:
+        known = self._once.get(path)
+        if now or known is None or isinstance(known, Missing):
+            answer = self._get(self._api, path, MOST_JSON_BYTES)
+            known = self._once[path] = answer if isinstance(answer, Missing) else _json(path, answer)
+        return known
+
+    def _get(self, client: httpx.Client, path: str, limit: int) -> Answer | Missing:
+        for _ in range(2):
+            began = time.monotonic()
+            try:
+                answer = ask(self.endpoint, client, "GET", path, timeout_s=self.timeout_s, limit_bytes=limit)
+            except EndpointUnreachable as failure:
+                error = failure
+            except RuntimeError:
+                return Missing(f"{path} was not read: the reader is closed")  # httpx refuses to send over a closed client
+            else:
+                self._answered = True
+                return answer
+            if time.monotonic() - began > _AT_ONCE_S:
+                break
+        self._failure = self._failure or error
+        return Missing(f"{path}: {error.what}")
+
+
+def _samples(answer: Answer, wanted: frozenset[str]) -> Samples | Missing:
+    """Return the samples of an answer of /metrics, or in one sentence why it is no exposition."""
+    reason = _refusal("/metrics", answer, "--kv-metrics-api-key-env")
+    if reason:
+        return Missing(reason)
+    if answer.is_html:
+        title = error_text(answer)
+        return Missing(f"/metrics answers with a web page{f' ({title})' if title else ''}: a login page or a gateway stands in the way")
+    if answer.body.lstrip()[:1] in {b"{", b"["} and answer.value is not None:
+        return Missing("/metrics answers with JSON and not with the text format: another engine, or another page of it")
+    samples = parse_samples(answer.body, wanted)
+    if not samples.names:
+        return Missing("/metrics answers with text that holds no sample")
+    return samples
+
+
+def _json(path: str, answer: Answer) -> Any | Missing:
+    reason = _refusal(path, answer, "--kv-api-key-env")
+    if reason:
+        return Missing(reason)
+    if answer.value is None:
+        return Missing(f"{path} answers with a web page" if answer.is_html else f"{path} answers with text that is not JSON")
+    return answer.value
+
+
+def _refusal(path: str, answer: Answer, key_flag: str) -> str:
+    """Return why an answer is of no use whatever its form should be; "" where it may be. Each way of failing has its own text."""
+    status, said = answer.status, clean(error_text(answer), 200)
+    saying = f": {said}" if said else ""
+    if status in (401, 403):
+        return f"{path} answers HTTP {status}: it wants a key, whose environment variable {key_flag} names{saying}"
+    if status == 404:
+        return f"{path} answers HTTP 404: there is no such page"
+    if status == 501:
+        return f"{path} answers HTTP 501{saying or ': it is switched off'}"
+    if 300 <= status < 400:
+        return f"{path} answers HTTP {status}: it redirects, and redirects are not followed"
+    if status != 200:
+        return f"{path} answers HTTP {status}{saying}"
+    if answer.cut:
+        return f"{path} is longer than {len(answer.body) >> 20} MiB and was not read"
+    if not answer.body.strip():
+        return f"{path} answers HTTP 200 with an empty body: nothing is told, which is not zero"
+    return ""
+
+
+def log_facts(log: Path | None) -> Mapping[str, Value]:
+    """Return what the head of a start-up log states, by quantity; nothing where there is no log. Only logs of ours are ever opened."""
+    if log is None:
+        return {}
+    try:
+        with log.open("rb") as file:
+            return facts(file.read(LOG_HEAD_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return {}
+
+
+def fetch(
+    endpoint: Endpoint,
+    dialect: Dialect | None = None,
+    *,
+    log: Path | None = None,
+    timeout_s: float = 5.0,
+    candidates: Iterable[Dialect] | None = None,
+) -> RawState:
+    """Return everything that one look at a server gives, with the text of /metrics. Raises EndpointUnreachable where nobody answers."""
+    with Reader(endpoint, dialect, log=log, timeout_s=timeout_s, candidates=candidates) as reader:
+        raw = reader.look(keep_text=True)
+        if reader.silence is not None:
+            raise reader.silence
+        return raw
+
+
+def detect_endpoint(endpoint: Endpoint, engine: str = "auto", extra: Sequence[Dialect] = (), *, timeout_s: float = 5.0) -> Dialect:
+    """Return the dialect called ``engine``; with ``auto`` the one that the server itself shows. ``extra`` are a user's own dialects.
+
+    Raises UsageError for an unknown name, UnknownEngine (with what was seen) and EndpointUnreachable.
+    """
+    if engine != "auto":
+        return named(engine, extra)
+    candidates = [*extra, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in extra})]
+    return detect(fetch(endpoint, timeout_s=timeout_s, candidates=candidates), candidates)
+
+
+def take_snapshot_raw(
+    endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0
+) -> tuple[SnapshotRecord, str]:
+    """Return one snapshot of a server, and the text of its /metrics as it came ("" where there was none).
+
+    Quantities that could not be read are Missing with the reason. Raises EndpointUnreachable where nobody answers, UnknownEngine where
+    no dialect is given and none reads what is there.
+    """
+    wall_s = time.time()
+    raw = fetch(endpoint, dialect, log=log, timeout_s=timeout_s)
+    return read(dialect if dialect is not None else detect(raw), raw, wall_s, endpoint.shown), raw.text
+
+
+def take_snapshot(endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0) -> SnapshotRecord:
+    """Return one snapshot of a server, like ``take_snapshot_raw`` without the text."""
+    return take_snapshot_raw(endpoint, dialect, log, timeout_s=timeout_s)[0]
