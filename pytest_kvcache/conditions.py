@@ -69,6 +69,7 @@ def _known() -> dict[str, Known]:
         "requests.sent": Known(requests, "", "requests sent", lanes=True),
         "requests.ok": Known(requests, "higher", "requests answered in full", lanes=True),
         "requests.stopped_early": Known(requests, "", "requests that stopped before their length", lanes=True),
+        "requests.cut_off": Known(requests, "", "requests in flight when the load ended", lanes=True),
         "prompt_tokens": Known(tokens, "", "prompt tokens of our requests", lanes=True),
         "output_tokens": Known(tokens, "", "output tokens of our requests", lanes=True),
         "prompt_length.mean": Known(tokens, "", "mean prompt length", lanes=True),

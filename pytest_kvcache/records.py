@@ -170,7 +170,10 @@ LoadLine = RequestRow | LoadStart | LoadNote | LoadEnd
 
 
 class QualityRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One quality item asked once. ``item`` names it the same way before and after, so that items pair."""
+    """One quality item asked once. ``item`` names it the same way before and after, so that items pair.
+
+    ``error`` says why there was no answer, ``note`` what is striking about one (a single character over and over).
+    """
 
     item: str
     passed: bool
@@ -179,6 +182,7 @@ class QualityRow(msgspec.Struct, frozen=True, omit_defaults=True):
     depth: float = 0.0
     match: str = "exact"
     error: str = ""
+    note: str = ""
     expected_hash: str = ""
     answer_hash: str = ""
     prompt_tokens: int | None = None

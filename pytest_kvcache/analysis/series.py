@@ -1,0 +1,184 @@
+"""telemetry.jsonl as columns: each server by itself, all of them on one clock, and counters as what they grew by in the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
+from pytest_kvcache.records import SnapshotRecord, TelemetryRow
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float64]]
+    Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+GAUGES = ("usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens", "running", "waiting")
+COUNTERS = tuple(q.name for q in QUANTITIES.values() if q.kind == "counter")
+_WATCHED = (*GAUGES, *COUNTERS, "start_time", "pool_blocks", "pool_tokens", "usable_blocks", "max_model_len")
+
+
+@dataclass
+class Series:
+    """The samples of one server in order of time. ``columns`` holds NaN where a sample lacks a quantity; ``failed_s`` failed reads."""
+
+    wall_s: Floats
+    columns: dict[str, Floats]
+    failed_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    rank_peak: dict[str, float] = field(default_factory=dict)
+    rank_mean: dict[str, float] = field(default_factory=dict)
+
+    def column(self, name: str) -> Floats:
+        """Return the quantity's column; all NaN where the server never told it."""
+        import numpy as np
+
+        found = self.columns.get(name)
+        return found if found is not None else np.full(len(self.wall_s), np.nan)
+
+
+def read_series(rows: Iterable[TelemetryRow], endpoints: int, since_s: float, until_s: float) -> list[Series]:
+    """Return one Series per endpoint. Usage of engine ranks is kept as its peak and mean inside the window only."""
+    import numpy as np
+
+    samples: list[list[TelemetryRow]] = [[] for _ in range(max(endpoints, 1))]
+    failed: list[list[float]] = [[] for _ in samples]
+    errors: list[list[str]] = [[] for _ in samples]
+    ranks: list[dict[str, list[float]]] = [{} for _ in samples]
+    for row in rows:
+        while row.endpoint >= len(samples):
+            samples.append([])
+            failed.append([])
+            errors.append([])
+            ranks.append({})
+        if row.error:
+            failed[row.endpoint].append(row.wall_s)
+            if row.error not in errors[row.endpoint] and len(errors[row.endpoint]) < 5:
+                errors[row.endpoint].append(row.error[:300])
+            continue
+        samples[row.endpoint].append(row)
+        if since_s <= row.wall_s <= until_s:
+            for rank, values in row.ranks.items():
+                if "usage" in values:
+                    ranks[row.endpoint].setdefault(rank, []).append(values["usage"])
+    found = []
+    for index, mine in enumerate(samples):
+        mine.sort(key=lambda row: row.wall_s)
+        wall = np.array([row.wall_s for row in mine], dtype=np.float64)
+        columns = {name: np.array([row.values.get(name, np.nan) for row in mine], dtype=np.float64) for name in _WATCHED}
+        columns = {name: column for name, column in columns.items() if np.isfinite(column).any()}
+        peak = {rank: max(values) for rank, values in ranks[index].items()}
+        mean = {rank: sum(values) / len(values) for rank, values in ranks[index].items()}
+        found.append(Series(wall, columns, failed[index], errors[index], peak, mean))
+    return found
+
+
+def combined(series: Sequence[Series], pools: Sequence[float | None], hold_s: float) -> tuple[Floats, dict[str, Floats]]:
+    """Return the moments and the gauges of all servers together: space and requests add, usage is weighted by pool.
+
+    One server keeps its own moments. Of several, each moment of any is kept, and the others count with their newest value that
+    is no older than ``hold_s``; where one has none, the sum is NaN, which is a gap and not a zero.
+    """
+    import numpy as np
+
+    if len(series) == 1:
+        return series[0].wall_s, {name: series[0].column(name) for name in GAUGES}
+    moments = np.unique(np.concatenate([one.wall_s for one in series])) if series else np.empty(0)
+    held: list[dict[str, Floats]] = []
+    for one in series:
+        index = np.searchsorted(one.wall_s, moments, side="right") - 1
+        there = index >= 0
+        there[there] &= moments[there] - one.wall_s[index[there]] <= hold_s
+        held.append({})
+        for name in GAUGES:
+            column = one.column(name)
+            held[-1][name] = np.where(there, column[index], np.nan) if len(column) else np.full(len(moments), np.nan)
+    columns = {name: np.sum([h[name] for h in held], axis=0) for name in GAUGES if name != "usage"}
+    weights = [np.full(len(moments), pool) if pool is not None else _space(h) for h, pool in zip(held, pools, strict=True)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        columns["usage"] = np.sum([h["usage"] * w for h, w in zip(held, weights, strict=True)], axis=0) / np.sum(weights, axis=0)
+    return moments, columns
+
+
+def _space(columns: Mapping[str, Floats]) -> Floats:
+    import numpy as np
+
+    blocks = columns["used_blocks"] + columns["free_blocks"]
+    return np.where(np.isfinite(blocks), blocks, columns["used_tokens"] + columns["free_tokens"])
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a counter grew by in the window: ``value``, and ``resets`` where it fell, which means that the server began anew."""
+
+    value: Value
+    resets: int = 0
+
+
+def growth(name: str, series: Series, before: SnapshotRecord | None, after: SnapshotRecord | None, since_s: float, until_s: float) -> Growth:
+    """Return how much a counter of one server grew between the last value before the window and the first after it.
+
+    The snapshots around the load close the window, so nothing between two polls is lost. After a fall the new value counts whole.
+    """
+    import numpy as np
+
+    points: list[tuple[float, float]] = []
+    missing: Missing | None = None
+    for snapshot in (before, after):
+        value = snapshot.value(name) if snapshot is not None else Missing("no snapshot was taken")
+        if isinstance(value, Reading) and snapshot is not None:
+            points.append((snapshot.wall_s, value.number()))
+        elif isinstance(value, Missing) and (missing is None or value.cannot_happen):
+            missing = value
+    column = series.column(name)
+    there = np.isfinite(column)
+    points += list(zip(series.wall_s[there].tolist(), column[there].tolist(), strict=True))
+    points.sort()
+    first = max((i for i, (wall, _) in enumerate(points) if wall <= since_s), default=0)
+    last = min((i for i, (wall, _) in enumerate(points) if wall >= until_s), default=len(points) - 1)
+    inside = points[first : last + 1]
+    if len(inside) < 2:
+        if missing is not None and missing.cannot_happen:
+            return Growth(missing)
+        return Growth(missing or Missing(f"{name}: fewer than two values in the window"))
+    total, resets = 0.0, 0
+    for (_, left), (_, right) in pairwise(inside):
+        resets += right < left
+        total += right - left if right >= left else right
+    unit = QUANTITIES[name].unit
+    return Growth(Reading(total, unit, f"growth of the counter from {inside[0][1]:g} to {inside[-1][1]:g} in the window", inside[-1][0]), resets)
+
+
+def total_growth(name: str, parts: Sequence[Growth]) -> Growth:
+    """Return the growth of all servers together; Missing where one of them does not tell."""
+    missing = [part.value for part in parts if isinstance(part.value, Missing)]
+    if missing:
+        never = all(value.cannot_happen for value in missing) and len(missing) == len(parts)
+        told = next((value for value in missing if not value.cannot_happen), missing[0])
+        return Growth(Missing(told.reason, never), sum(part.resets for part in parts))
+    readings = [part.value for part in parts if isinstance(part.value, Reading)]
+    if not readings:
+        return Growth(Missing(f"{name}: no server was read"))
+    source = readings[0].source if len(readings) == 1 else f"{name}: sum of {len(readings)} servers"
+    return Growth(Reading(sum(r.number() for r in readings), readings[0].unit, source, readings[-1].wall_s), sum(part.resets for part in parts))
+
+
+def coverage(wall_s: Floats, since_s: float, until_s: float, fresh_s: float) -> tuple[float, float]:
+    """Return the share of the window in which the newest sample was no older than ``fresh_s``, and the longest time without one (s)."""
+    import numpy as np
+
+    if until_s <= since_s:
+        return (1.0 if len(wall_s) else 0.0), 0.0
+    inside = wall_s[(wall_s > since_s) & (wall_s < until_s)]
+    edges = np.concatenate([[since_s], inside, [until_s]])
+    steps = np.diff(edges)
+    # the window's own edges are no samples: the first step is fresh only where a sample lies just before it
+    before = wall_s[wall_s <= since_s]
+    age = since_s - float(before[-1]) if len(before) else fresh_s
+    allowed = np.full(len(steps), fresh_s)
+    allowed[0] = max(fresh_s - age, 0.0) if len(before) else 0.0
+    covered = float(np.minimum(steps, allowed).sum()) / (until_s - since_s)
+    return min(covered, 1.0), float(steps.max())

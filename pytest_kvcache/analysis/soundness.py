@@ -1,0 +1,170 @@
+"""Is the evidence of one Run sound? Each rule looks for one thing that spoils a measurement, and says how to mend it.
+
+A Run with a Problem is INVALID evidence: no verdict rests on it, whichever way its numbers point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pytest_kvcache import units
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What broke the evidence: the rule's name, what was seen, and how to mend it."""
+
+    rule: str
+    text: str
+    mend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sound measurement may show. Times in seconds; shares from 0 to 1.
+
+    The client's own lag may be ``lag_s`` or ``lag_share`` of the median time to first token, whichever is more.
+    """
+
+    lag_s: float = 0.25
+    lag_share: float = 0.10
+    coverage: float = 0.80
+    gap_s: float = 3.0
+    foreign_share: float = 0.05
+    warm_share: float = 0.10
+    requests: int = 3
+    length_share: float = 0.05
+    clock_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at, as measured in one Run; the defaults are those of a sound one."""
+
+    loaded: bool = True
+    incomplete: tuple[str, ...] = ()
+    tool: tuple[str, ...] = ()
+    exceptions: tuple[str, ...] = ()
+    sent: int = 0
+    asked: int = 0
+    lag_p99_s: float = 0.0
+    loop_lag_p99_s: float = 0.0
+    ttft_p50_s: float = 0.0
+    polled: bool = True
+    coverage: float = 1.0
+    longest_gap_s: float = 0.0
+    read_errors: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    hit_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    sharing_meant: bool = False
+    lane_sent: Mapping[str, int] = field(default_factory=dict)
+    lengths_off: int = 0
+    lengths_known: int = 0
+    worst_length: str = ""
+    outside_s: float = 0.0
+
+
+def problems(facts: Facts, limits: Limits | None = None) -> list[Problem]:
+    """Return everything that makes the evidence of a Run unsound; empty where it is sound."""
+    if limits is None:
+        limits = Limits()
+    found = [Problem("tool", text, "mend what is named and measure again") for text in facts.tool]
+    if facts.loaded:
+        found += [*_load(facts, limits), *_telemetry(facts, limits), *_server(facts, limits)]
+    return found
+
+
+def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
+    if facts.incomplete:
+        yield Problem(
+            "incomplete",
+            f"the load's record is incomplete: {'; '.join(facts.incomplete[:3])}",
+            "measure again; the load process was killed, or the disk was full",
+        )
+    if facts.exceptions:
+        yield Problem(
+            "exception",
+            f"the load profile itself broke {len(facts.exceptions)} times: {facts.exceptions[0]}",
+            "mend the profile; its stderr lies in the Run's folder",
+        )
+    if not facts.sent:
+        yield Problem("no_requests", "no request was sent", "look at the load's stderr in the Run's folder")
+        return
+    allowed = max(limits.lag_s, limits.lag_share * facts.ttft_p50_s)
+    lag, which = max((facts.lag_p99_s, "from the intended to the real start of a request"), (facts.loop_lag_p99_s, "of its event loop"))
+    if lag > allowed:
+        yield Problem(
+            "client_bound",
+            f"the load client was late: its lag {which} was {units.show_seconds(lag)} (p99), and at most {units.show_seconds(allowed)} is sound",
+            "fewer users, more worker processes (--processes), or a machine of its own for the load",
+        )
+    fewest = min(limits.requests, facts.asked) if facts.asked else limits.requests
+    for lane, sent in facts.lane_sent.items():
+        if sent < fewest:
+            yield Problem(
+                "too_few",
+                f"lane {lane} has {sent} request{'s' if sent != 1 else ''}, and fewer than {fewest} tell nothing",
+                "a longer window (--kv-duration-s) or more users",
+            )
+    if facts.lengths_off > limits.length_share * max(facts.lengths_known, 1):
+        yield Problem(
+            "lengths",
+            f"{facts.lengths_off} of {facts.lengths_known} prompts had another length than planned: {facts.worst_length}",
+            "prompts are exact where the server takes token ids or has /tokenize; another program between client and server may change them",
+        )
+    if facts.outside_s > limits.clock_s:
+        yield Problem(
+            "clock",
+            f"requests lie {units.show_seconds(facts.outside_s)} outside the load's own window: a clock was set, or two machines disagree",
+            "let the machines' clocks follow one source, and measure again",
+        )
+
+
+def _telemetry(facts: Facts, limits: Limits) -> Iterator[Problem]:
+    if not facts.polled:
+        return
+    reason = f" ({facts.read_errors[0]})" if facts.read_errors else ""
+    if facts.coverage < limits.coverage:
+        yield Problem(
+            "coverage",
+            f"telemetry covers {facts.coverage * 100:.0f} % of the load, and {limits.coverage * 100:.0f} % is needed{reason}",
+            "a longer --kv-scrape-timeout-s, a lower --kv-sample-hz, or a less busy machine for the client",
+        )
+    elif facts.longest_gap_s > limits.gap_s:
+        yield Problem(
+            "gap",
+            f"telemetry has a gap of {units.show_seconds(facts.longest_gap_s)} inside the load{reason}: a peak may lie in it",
+            "a longer --kv-scrape-timeout-s, or a less busy machine for the client",
+        )
+
+
+def _server(facts: Facts, limits: Limits) -> Iterator[Problem]:
+    if facts.restarts:
+        yield Problem(
+            "restart",
+            f"the server restarted while it was measured: {facts.restarts[0]}",
+            "find out why in the server's log; what was measured mixes two lives",
+        )
+    if facts.moved:
+        yield Problem(
+            "moved",
+            f"the server's configuration changed while it was measured: {'; '.join(facts.moved[:3])}",
+            "measure a server that nobody else changes",
+        )
+    if facts.foreign:
+        yield Problem(
+            "other_traffic",
+            f"the server had requests that we did not send, or no longer waited for: {facts.foreign[0]}",
+            "measure a server without other users",
+        )
+    share = facts.hit_tokens / facts.prompt_tokens if facts.prompt_tokens > 0 else 0.0
+    if not facts.sharing_meant and share > limits.warm_share:
+        yield Problem(
+            "warm_cache",
+            f"{share * 100:.0f} % of the prompt tokens came out of the prefix cache, although no prompt repeats another",
+            "start with a cold cache (launch the server from here, or --kv-reset-cache), or find out who else sends these prompts",
+        )

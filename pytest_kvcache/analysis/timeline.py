@@ -1,0 +1,172 @@
+"""One Run taken apart: its values by name, its lanes, its rejections, its level over time, and what makes it unsound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvcache.analysis.facts import gather
+from pytest_kvcache.analysis.levels import Levels, Window, config_values, idle_values, levels
+from pytest_kvcache.analysis.payload import Payload, payload
+from pytest_kvcache.analysis.requests import rejections, request_values
+from pytest_kvcache.analysis.rows import Rows, read_rows
+from pytest_kvcache.analysis.series import Series, read_series
+from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
+from pytest_kvcache.conditions import KNOWN, Limit
+from pytest_kvcache.quality.graders import summarise
+from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.records import QualitySummary, Run, TelemetryRow, read_lines
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+__all__ = ["Analysis", "Problem", "Timeline", "analyse"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The level over time, a list a column. ``t_s`` counts from the start of the load; NaN is a gap and never a zero.
+
+    ``used`` and ``free`` are in ``unit`` (blocks, tokens, or empty where the engine tells neither). ``payload_tokens`` is the lower
+    bound from our own log, ``payload_upper`` the upper. ``endpoints`` holds one Timeline per server where there are several.
+    """
+
+    t_s: list[float] = field(default_factory=list)
+    usage: list[float] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)
+    free: list[float] = field(default_factory=list)
+    running: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    payload_tokens: list[float] = field(default_factory=list)
+    payload_upper: list[float] = field(default_factory=list)
+    unit: str = ""
+    endpoints: tuple[Timeline, ...] = ()
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What happened in one Run. The keys of ``values`` are those of ``conditions.KNOWN`` and the textual configuration.
+
+    ``lanes`` holds the request quantities of each lane, ``rejections`` counts by class and lane, ``problems`` what makes the Run
+    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any.
+    """
+
+    run: Run
+    values: dict[str, Value]
+    lanes: dict[str, dict[str, Value]] = field(default_factory=dict)
+    rejections: dict[str, dict[str, int]] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
+    quality: QualitySummary | Missing = field(default_factory=lambda: Missing("no quality item was asked"))
+    problems: list[Problem] = field(default_factory=list)
+    facts: Facts = field(default_factory=lambda: Facts(loaded=False))
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def value(self, limit: Limit) -> Value:
+        """Return what a condition compares: a value of the whole Run, of one lane, or a count of one rejection class."""
+        if limit.rejection_class:
+            lanes = self.rejections.get(limit.rejection_class, {})
+            total = lanes.get(limit.lane, 0) if limit.lane else sum(lanes.values())
+            known = self.lanes.get(limit.lane, {}).get("rejections") if limit.lane else self.values["rejections"]
+            if not isinstance(known, Reading):
+                return known if known is not None else Missing(f"no request of lane {limit.lane} was sent")
+            return Reading(total, "requests", f"requests.jsonl: outcome {limit.rejection_class}")
+        if limit.lane:
+            lane = self.lanes.get(limit.lane)
+            return lane[limit.name] if lane is not None else Missing(f"no request of lane {limit.lane} was sent")
+        return self.values.get(limit.name, Missing(f"{limit.name} was not measured"))
+
+
+def analyse(run: Run, limits: Limits | None = None) -> Analysis:
+    """Return the Analysis of a Run from its folder alone. Raises CannotJudge where a file in it cannot be read.
+
+    Counters count what they grew by over the load; peaks are over every sample from the first request to the last sample, so that
+    the drain belongs to them; means and throughput are over the load itself.
+    """
+    record = run.record
+    asked = list(run.quality())
+    quality: QualitySummary | Missing = summarise(asked) if asked else Missing("no quality item was asked")
+    values = config_values(record)
+    values["quality.pass_rate"], values["quality.items"] = _quality_values(quality)
+    values.update(idle_values(record))
+    rows, frame = read_rows(run.load_lines())
+    if not record.load_started_wall_s and not len(rows):
+        no_load = Missing("no load was run")
+        values.update({name: no_load for name in KNOWN if name not in values})
+        facts = Facts(loaded=False, tool=tuple(record.problems))
+        return Analysis(run, values, quality=quality, problems=problems(facts, limits), facts=facts)
+    window = _window(run, rows)
+    series = read_series(read_lines(run.folder / "telemetry.jsonl", TelemetryRow), len(record.endpoints), window.since_s, window.until_s)
+    load = payload(rows)
+    seen = levels(record, series, window, load)
+    values.update(seen.values)
+    until_s = _measured_until(run, rows, window)
+    values.update(request_values(rows, rows.endpoint >= 0, window.since_s, until_s))
+    lanes = {name: request_values(rows, rows.lane_is(name), window.since_s, until_s) for name in rows.lanes}
+    facts = gather(record, rows, frame, series, window, seen, load, values["ttft_sent.p50"])
+    values["scrape.coverage"] = (
+        Reading(facts.coverage, "ratio", "telemetry.jsonl: share of the load with a fresh sample") if facts.polled else Missing("not polled")
+    )
+    return Analysis(
+        run,
+        values,
+        lanes=lanes,
+        rejections=rejections(rows),
+        timeline=_timeline(series, seen, window, rows, load),
+        quality=quality,
+        problems=problems(facts, limits),
+        facts=facts,
+        errors=dict(frame.errors),
+    )
+
+
+def _window(run: Run, rows: Rows) -> Window:
+    record = run.record
+    if len(rows):
+        return Window(float(rows.intended_s.min()), float(rows.end_s.max()), record.sample_hz)
+    return Window(record.load_started_wall_s, record.load_ended_wall_s, record.sample_hz)
+
+
+def _measured_until(run: Run, rows: Rows, window: Window) -> float:
+    """Return where throughput stops counting: at the planned end, so that one straggler does not stretch the window."""
+    planned = run.record.options.get("duration_s") or 0.0
+    if not isinstance(planned, (int, float)) or planned <= 0 or run.record.options.get("requests"):
+        return window.until_s
+    return min(window.since_s + float(planned), window.until_s)
+
+
+def _quality_values(quality: QualitySummary | Missing) -> tuple[Value, Value]:
+    if isinstance(quality, Missing):
+        return quality, quality
+    source = f"quality.jsonl: {quality.passed} of {quality.items}" + (f", {quality.errors} without an answer" if quality.errors else "")
+    return Reading(quality.passed / quality.items, "ratio", source), Reading(quality.items, "items", "quality.jsonl")
+
+
+def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows, load: Payload) -> Timeline:
+    step = max(3.0 / window.hz, 1.0) if window.hz else 2.0
+    parts: tuple[Timeline, ...] = ()
+    if len(series) > 1:
+        parts = tuple(_columns(one.wall_s, one.column, window, seen.counts, step, payload(rows, index)) for index, one in enumerate(series))
+    whole = _columns(seen.wall_s, lambda name: seen.columns[name], window, seen.counts, step, load)
+    return replace(whole, endpoints=parts)
+
+
+def _columns(wall_s: Floats, column: Callable[[str], Floats], window: Window, unit: str, step_s: float, load: Payload) -> Timeline:
+    """Return the columns as lists, with a row of NaN put into every pause longer than ``step_s``."""
+    import numpy as np
+
+    breaks = np.flatnonzero(np.diff(wall_s) > step_s) + 1 if len(wall_s) > 1 else np.empty(0, dtype=int)
+    names = {"usage": "usage", "used": f"used_{unit}", "free": f"free_{unit}", "running": "running", "waiting": "waiting"}
+    lists: dict[str, Any] = {}
+
+    def put(name: str, values: Floats, gap: Any) -> None:
+        lists[name] = np.insert(values, breaks, gap).tolist()
+
+    put("t_s", wall_s - window.since_s, (wall_s[breaks - 1] + wall_s[breaks]) / 2 - window.since_s if len(breaks) else np.nan)
+    for name, source in names.items():
+        put(name, column(source) if unit or name not in {"used", "free"} else np.full(len(wall_s), np.nan), np.nan)
+    put("payload_tokens", load.lower(wall_s), np.nan)
+    put("payload_upper", load.upper(wall_s), np.nan)
+    return Timeline(**lists, unit=unit)

@@ -1,0 +1,148 @@
+"""Quality items: what is asked, and what the answer must be. The standard set, and a user's own JSON Lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.quality.graders import MATCHES
+
+if TYPE_CHECKING:
+    from pytest_kvcache.server.endpoint import Endpoint
+
+USER_MATCHES = tuple(match for match in MATCHES if match != "word")
+_FIELDS = ("id", "prompt", "expect", "match", "max_tokens", "length_tokens", "depth", "note")
+_LARGEST_FILE = 256 << 20
+_MOST_ITEMS = 100_000
+_DEFAULT_MAX_TOKENS = 64
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question. ``id`` is the same before and after a change, so that items pair.
+
+    ``prompt`` is a text, or chat messages. ``match`` is one of graders.MATCHES. ``length_tokens`` is the planned prompt length (0: not
+    known), ``depth`` where the answer stands in it, from 0 (start) to 1.
+    """
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    expect: str
+    match: str = "exact"
+    length_tokens: int = 0
+    depth: float = 0.0
+    max_tokens: int = _DEFAULT_MAX_TOKENS
+
+
+def standard_items(endpoint: Endpoint, max_model_len: int | None = None) -> list[Item]:
+    """Return the standard set for the served model: 300 recall items at lengths from 64 tokens to near its max length.
+
+    ``max_model_len`` in tokens is read from the server where it is not given. Asks the server how it counts tokens; raises
+    EndpointUnreachable and EndpointRefused.
+    """
+    from pytest_kvcache.quality.needle import standard_set
+
+    return standard_set(endpoint, max_model_len)
+
+
+def read_items(path: Path) -> list[Item]:
+    """Return the items of a user's JSON Lines: ``prompt`` (text or chat messages), ``expect``, ``match``, and ``id``, ``max_tokens``.
+
+    Raises UsageError that names the line: not JSON, a field missing, unknown or of a wrong type, an unknown match, a pattern that
+    does not compile, an id used twice; or a file that is empty, too large or not there.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise UsageError(f"the file is larger than {_LARGEST_FILE >> 20} MiB", where=str(path))
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UsageError(
+            f"the quality items cannot be read: {error.strerror or error}", where=str(path), hint="--kv-quality-items names a JSONL file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the quality items are not UTF-8 (byte {error.start})", where=str(path), hint="save the file as UTF-8") from None
+    items: list[Item] = []
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if len(items) >= _MOST_ITEMS:
+            raise UsageError(f"more than {_MOST_ITEMS:,} items", where=f"{path}, line {number}", hint="ask fewer")
+        try:
+            item = _item(json.loads(line), number)
+        except (ValueError, RecursionError) as error:
+            what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UsageError(f"line {number}: {what}", where=str(path), hint=_EXAMPLE) from None
+        if item.id in line_of:
+            raise UsageError(f"line {number}: the id {item.id!r} was used in line {line_of[item.id]}", where=str(path), hint="items pair by their id")
+        line_of[item.id] = number
+        items.append(item)
+    if not items:
+        raise UsageError("the file holds no quality item", where=str(path), hint=_EXAMPLE)
+    return items
+
+
+_EXAMPLE = 'each line is an object such as {"prompt": "2 + 2 =", "expect": "4", "match": "contains"}; match is one of ' + ", ".join(USER_MATCHES)
+
+
+def _item(raw: Any, number: int) -> Item:
+    """Return one item of a user's line. Raises ValueError with what is wrong."""
+    if not isinstance(raw, dict):
+        raise ValueError("not a JSON object")
+    unknown = [name for name in raw if name not in _FIELDS]
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0][:80]!r}; known: {', '.join(_FIELDS)}")
+    match = raw.get("match", "exact")
+    if match not in USER_MATCHES:
+        raise ValueError(f"unknown match {str(match)[:80]!r}; known: {', '.join(USER_MATCHES)}")
+    expect = raw.get("expect")
+    if not isinstance(expect, str) or not expect.strip():
+        raise ValueError("expect must be a text that is not empty")
+    if match == "regex":
+        try:
+            re.compile(expect)
+        except (re.error, OverflowError) as error:
+            raise ValueError(f"the pattern does not compile: {error}") from None
+    name = raw.get("id", f"line-{number}")
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    if not isinstance(name, str) or not name.strip() or len(name) > 200:
+        raise ValueError("id must be a text of 1 to 200 characters")
+    return Item(
+        id=name,
+        prompt=_prompt(raw.get("prompt")),
+        expect=expect,
+        match=match,
+        length_tokens=_count(raw, "length_tokens", 0, 0),
+        depth=_share(raw),
+        max_tokens=_count(raw, "max_tokens", _DEFAULT_MAX_TOKENS, 1),
+    )
+
+
+def _prompt(prompt: Any) -> str | tuple[Message, ...]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in prompt):
+        return tuple(prompt)
+    raise ValueError("prompt must be a text, or a list of chat messages with role and content")
+
+
+def _count(raw: Mapping[str, Any], name: str, default: int, least: int) -> int:
+    value = raw.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 10_000_000:
+        raise ValueError(f"{name} must be a whole number of at least {least}")
+    return value
+
+
+def _share(raw: Mapping[str, Any]) -> float:
+    value = raw.get("depth", 0.0)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError("depth must be a number from 0 to 1")
+    return float(value)
