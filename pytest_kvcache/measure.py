@@ -236,7 +236,7 @@ def measure_load(
         problems.append(error.what)
     finally:
         load_ended = time.time()
-        if load is not None and stop is None:
+        if load is not None and not (stop is not None and stop.is_set()):
             _drain(target, sampler)
         stats = sampler.stop()
     if stats.error:

@@ -22,12 +22,13 @@ import msgspec
 import psutil
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
-from pytest_kvcache.engines import Dialect, detect_endpoint
+from pytest_kvcache.engines import Dialect
 from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.judge.baseline import load_baseline, save_baseline
 from pytest_kvcache.judge.compare import Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import session_verdict
 from pytest_kvcache.measure import Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
+from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quality.items import Item, read_items, standard_items
 from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, Run, VerdictRecord, read_runs, write_run
 from pytest_kvcache.report.write import write_session

@@ -1,0 +1,141 @@
+"""Whole sessions on real llama.cpp: the suite, a change that ruins quality, baselines, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.live
+
+SUITE = [sys.executable, "-m", "pytest", "--pyargs", "pytest_kvcache.suite", "-m", "capacity", "-p", "no:cacheprovider"]
+SHORT = ["--kv-duration-s=2", "--kv-users=3", "--kv-windows=2"]
+
+
+def _run(folder: Path, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SUITE, *SHORT, *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def _session(folder: Path) -> Path:
+    (session,) = (path for path in (folder / "reports").iterdir() if path.name != "baselines")
+    return session
+
+
+def _verdict(folder: Path) -> dict[str, Any]:
+    verdict: dict[str, Any] = json.loads((_session(folder) / "verdict.json").read_text())
+    return verdict
+
+
+def _descendants_gone(pids: list[int], within_s: float) -> list[int]:
+    """Return those of ``pids`` that still live after ``within_s`` seconds."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and any(map(_lives, pids)):
+        time.sleep(0.1)
+    return [pid for pid in pids if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path: Path) -> None:
+    result = _run(tmp_path)
+    assert result.returncode == 0, result.stdout
+    verdict = _verdict(tmp_path)
+    assert verdict["verdict"] == "PASS"
+    assert verdict["embedded"] is True
+    session = _session(tmp_path)
+    assert "EMBEDDED" in result.stdout
+    assert "EMBEDDED" in (session / "summary.md").read_text()
+    assert "EMBEDDED" in (session / "report.html").read_text()
+    preemption = [gate for gate in verdict["gates"] if gate["quantity"].startswith("preemptions")]
+    assert preemption
+    assert not any(gate.get("applicable", True) for gate in preemption), "llama.cpp never preempts: listed as not applicable"
+    for run in (session / "runs").iterdir():
+        assert json.loads((run / "run.json").read_text())["problems"] == []
+
+
+def test_a_quantised_kv_cache_fails_on_quality_and_on_nothing_hollow(tmp_path: Path) -> None:
+    result = _run(tmp_path, "--kv-before=llamacpp --kv-type f16", "--kv-after=llamacpp --kv-type q4_0", "-k", "nothing_worse or quality or normal")
+    assert result.returncode == 1
+    gates = _verdict(tmp_path)["gates"]
+    failed = {gate["quantity"] for gate in gates if gate["verdict"] == "FAIL"}
+    assert "quality.pass_rate" in failed
+    diff = {change["name"] for change in _verdict(tmp_path)["config_diff"]}
+    assert {"kv_dtype", "pool_bytes"} <= diff
+    assert "engine" not in diff
+
+
+def test_a_saved_baseline_is_compared_with_and_one_of_another_engine_is_not(tmp_path: Path) -> None:
+    chosen = ["-k", "normal or nothing_worse"]
+    saved = _run(tmp_path, "--kv-save=before", *chosen)
+    assert (tmp_path / "reports" / "baselines" / "before" / "runs").is_dir(), saved.stdout
+    unknown = _run(tmp_path, "--kv-baseline=befor", *chosen)
+    assert unknown.returncode == 1
+    assert "before" in unknown.stdout
+    run = next((tmp_path / "reports" / "baselines" / "before" / "runs").glob("*/run.json"))
+    record = json.loads(run.read_text())
+    for path in (tmp_path / "reports" / "baselines" / "before" / "runs").glob("*/run.json"):
+        path.write_text(path.read_text().replace('"engine": "llamacpp"', '"engine": "vllm"'))
+    assert record["engine"] == "llamacpp"
+    other = _run(tmp_path, "--kv-baseline=before", *chosen)
+    assert other.returncode == 1
+    assert "INVALID" in other.stdout
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_server_and_no_load_outlives_a_killed_pytest(tmp_path: Path, sign: signal.Signals) -> None:
+    process = subprocess.Popen([*SUITE, "--kv-duration-s=60", "-k", "normal"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        children: list[int] = []
+        while time.monotonic() < deadline:
+            found = psutil.Process(process.pid).children(recursive=True)
+            children = [child.pid for child in found]
+            if any("locust" in " ".join(child.cmdline()) for child in found if _lives(child.pid)) and list(
+                tmp_path.glob("reports/*/runs/*/requests.jsonl")
+            ):
+                break
+            time.sleep(0.2)
+        assert len(children) >= 3, "supervisor, server and load"
+        time.sleep(1.0)
+        os.kill(process.pid, sign)
+        process.wait(60)
+        assert _descendants_gone(children, 30) == []
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+    rows = next(tmp_path.glob("reports/*/runs/*/requests.jsonl")).read_bytes().splitlines()
+    assert len(rows) > 1, "what was measured until then is kept"
+    if sign != signal.SIGKILL:
+        assert (_session(tmp_path) / "verdict.json").exists()
+
+
+def test_the_demo_tells_that_memory_fell_and_quality_failed(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest_kvcache.cli", "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Verdict: FAIL" in result.stdout
+    assert "KV cache memory" in result.stdout
+    assert (_session(tmp_path) / "report.html").exists()
+
+
+def test_probe_prints_the_three_numbers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest_kvcache.cli", "probe", "--launch", "llamacpp --slots 2"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "free" in result.stdout
+    assert "running" in result.stdout
