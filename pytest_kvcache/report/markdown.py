@@ -1,0 +1,109 @@
+"""summary.md: the verdict for a change request, in which nothing from outside is markup, a link or a mention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pytest_kvcache.records import GateRecord
+from pytest_kvcache.report import sections
+from pytest_kvcache.report.escape import code, markdown
+from pytest_kvcache.report.model import SessionView, aside_by_reason, beside, gate_title, in_order, is_usage, show_interval, show_record, why
+
+MAX_GATES = 60
+_SIGNS = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔", "INVALID": "⚠️"}
+
+
+def summary(view: SessionView) -> str:
+    """Return the session as Markdown: verdict and reason, configuration diff, gates, numbers together, rejections, quality, how to repeat it."""
+    verdict = view.verdict
+    badge = " · **EMBEDDED** engine, not a server of yours" if verdict.embedded else ""
+    lines = [
+        f"## {_SIGNS.get(verdict.verdict, '')} {markdown(verdict.verdict, 20)}: {markdown(verdict.name or verdict.session, 80)}{badge}".replace(
+            "  ", " "
+        ),
+        "",
+    ]
+    lines += [markdown(why(verdict), 900), ""]
+    subject = [f"{code(' '.join(part for part in (verdict.engine, verdict.engine_version) if part))}", code(verdict.model)]
+    lines += [
+        f"Measured on {', '.join(part for part in subject if part) or 'nothing'}."
+        + (f" Compared: {code(verdict.comparison, 400)}." if verdict.comparison else ""),
+        "",
+    ]
+    if verdict.config_diff:
+        rows = [[code(c.name, 60), code(c.before, 100) or "(none)", code(c.after, 100) or "(none)"] for c in verdict.config_diff[:MAX_GATES]]
+        lines += ["### What changed in the configuration", "", _table(["name", "before", "after"], rows, 3), ""]
+    lines += _gates(view)
+    for title, table in (
+        ("Usage, free space and running requests together", sections.three_numbers(view)),
+        ("Requests and rejections", sections.rejections(view)),
+        ("Latency", sections.latency(view)),
+    ):
+        if table.rows:
+            lines += [f"### {title}", "", _table(table.columns, [[markdown(cell) for cell in row] for row in table.rows], table.labels), ""]
+            lines += [f"- {markdown(note)}" for note in table.notes] + ([""] if table.notes else [])
+    lines += _quality(view)
+    if found := sections.problems(view):
+        lines += ["### Problems of the evidence", ""]
+        lines += [
+            f"- {markdown(where)}: {markdown(what)}" + (f" To mend it: {markdown(mend)}" if mend else "") for where, what, mend in found[:40]
+        ] + [""]
+    if verdict.repeat:
+        lines += ["### How to repeat it", "", *(f"- {code(command, 500)}" for command in verdict.repeat[:20]), ""]
+    lines += [f"Full report: {code('report.html')} in {code(view.folder.name)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], labels: int) -> str:
+    from tabulate import tabulate
+
+    align = ["left"] * labels + ["right"] * (len(heads) - labels)
+    return str(tabulate(rows, headers=list(heads), tablefmt="github", disable_numparse=True, colalign=align))
+
+
+def _gates(view: SessionView) -> list[str]:
+    gates = in_order(view.verdict.gates)
+    compared = any(gate.before is not None for gate in gates)
+    lines = ["### Gates", ""]
+    if gates:
+        heads = ["verdict", "gate", *(["before", "after", "change"] if compared else ["value"]), "bound"]
+        lines += [_table(heads, [_row(view, gate, compared) for gate in gates[:MAX_GATES]], 2), ""]
+        if len(gates) > MAX_GATES:
+            lines += [f"{len(gates) - MAX_GATES} further gates are in verdict.json.", ""]
+    else:
+        lines += ["No gate was judged.", ""]
+    lines += [
+        f"- {gate.verdict} {markdown(gate_title(gate))}: {markdown(gate.text)}"
+        for gate in gates[:MAX_GATES]
+        if gate.verdict in _SIGNS and gate.verdict != "PASS" and gate.text
+    ]
+    aside = aside_by_reason(view.verdict.gates)
+    lines += [f"- not applicable: {markdown(', '.join(titles), 600)} ({markdown(reason)})" for reason, titles in list(aside.items())[:40]]
+    lines += [f"- deselected, not judged: {code(name)}" for name in view.verdict.deselected[:40]]
+    return lines if lines[-1] == "" else [*lines, ""]
+
+
+def _row(view: SessionView, gate: GateRecord, compared: bool) -> list[str]:
+    title = markdown(gate_title(gate))
+    if is_usage(gate) or gate.beside:
+        title += f"<br>{markdown(beside(view, gate))}"
+    word = f"{_SIGNS.get(gate.verdict, '')} {markdown(gate.verdict, 20)}".strip()
+    value, bound = markdown(show_record(gate.value), 60), markdown(gate.bound_text, 80)
+    if not compared:
+        return [word, title, value, bound]
+    if gate.before is None and gate.after is None:
+        sides = [value, ""] if gate.side == "before" else ["", value]
+        return [word, title, *sides, "", bound]
+    change = " ".join(part for part in (value, f"({markdown(show_interval(gate))})" if show_interval(gate) else "") if part)
+    return [word, title, markdown(show_record(gate.before), 60), markdown(show_record(gate.after), 60), change, bound]
+
+
+def _quality(view: SessionView) -> list[str]:
+    rates = sections.quality(view)
+    if not rates:
+        return []
+    lengths = sorted({length for side in rates.values() for length in side})[:60]
+    rows = [[f"{length:,}", *("/".join(map(str, side[length])) if length in side else "" for side in rates.values())] for length in lengths]
+    lines = ["### Quality by prompt length (right / asked)", "", _table(["tokens", *(side or "right / asked" for side in rates)], rows, 0), ""]
+    broken = sections.broken_lengths(rates)
+    return [*lines, *(f"- worse at {markdown(line)}" for line in broken[:40]), *([""] if broken else [])]

@@ -1,0 +1,252 @@
+"""What every output is made from: a session's verdict with the Analyses of its Runs, and the sentences that all outputs share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pytest_kvcache import units
+from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
+from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, ValueRecord, VerdictRecord, read_runs
+from pytest_kvcache.report.escape import clip, plain
+
+if TYPE_CHECKING:
+    from pytest_kvcache.analysis.timeline import Analysis
+
+_WORST_FIRST = {"INVALID": 0, "FAIL": 1, "INCONCLUSIVE": 2, "PASS": 3}
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """A session as the outputs read it. Where nothing was compared, ``before`` is empty and ``after`` holds the Analyses.
+
+    ``unread`` says which Runs could not be analysed, and why.
+    """
+
+    folder: Path
+    verdict: VerdictRecord
+    before: Sequence[Analysis] = ()
+    after: Sequence[Analysis] = ()
+    unread: Sequence[str] = ()
+
+    @property
+    def compared(self) -> bool:
+        """Whether there are two sides."""
+        return bool(self.before) or any(gate.before is not None for gate in self.verdict.gates)
+
+    @property
+    def report(self) -> Path:
+        """Where the HTML report lies."""
+        return self.folder / "report.html"
+
+    def sides(self) -> list[tuple[str, Sequence[Analysis]]]:
+        """Return the sides that were measured: ``before`` and ``after``, or one without a name."""
+        if self.compared:
+            return [("before", self.before), ("after", self.after)]
+        return [("", self.after)]
+
+    def profiles(self) -> list[str]:
+        """Return the profiles in the order in which they were first run."""
+        return list(dict.fromkeys(analysis.run.record.profile for analysis in (*self.before, *self.after)))
+
+    def of(self, profile: str, side: str) -> list[Analysis]:
+        """Return the windows of one profile on one side."""
+        return [a for a in dict(self.sides()).get(side, ()) if a.run.record.profile == profile]
+
+
+def read_verdict(folder: Path) -> VerdictRecord:
+    """Return the verdict of a session folder. Raises CannotJudge where there is none, UnknownSchema where it is of another layout."""
+    path = folder / "verdict.json"
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        if version != SCHEMA_VERSION:
+            raise UnknownSchema(
+                f"cannot judge: this verdict has schema version {str(version)[:40]}, and this build reads version {SCHEMA_VERSION}",
+                where=str(path),
+                hint="install the pytest-kvcache that wrote it, or measure again",
+            )
+        return msgspec.convert(raw, VerdictRecord)
+    except OSError as error:
+        raise CannotJudge(
+            f"no session is here: {error.strerror or error}", where=str(path), hint="name a session folder; it holds verdict.json"
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CannotJudge(
+            f"verdict.json cannot be read: {str(error)[:200]}", where=str(path), hint="it was changed or damaged; measure again"
+        ) from None
+
+
+def build_view(folder: Path) -> SessionView:
+    """Return the view of a stored session folder (verdict.json and runs/), on any machine and without the server.
+
+    A Run that cannot be analysed is named in ``unread`` and the others are kept. Raises CannotJudge, UnknownSchema.
+    """
+    from pytest_kvcache.analysis.timeline import analyse
+
+    verdict = read_verdict(folder)
+    sides: dict[str, list[Analysis]] = {"before": [], "after": []}
+    unread: list[str] = []
+    try:
+        runs = read_runs(folder)
+    except UnknownSchema:
+        raise
+    except CannotJudge as error:
+        runs = []
+        unread.append(plain(error.what))
+    for run in runs:
+        try:
+            sides["before" if run.record.side == "before" else "after"].append(analyse(run))
+        except KvError as error:
+            unread.append(plain(f"{run.folder.name}: {error.what}"))
+    return SessionView(folder, verdict, sides["before"], sides["after"], unread)
+
+
+def in_order(gates: Iterable[GateRecord]) -> list[GateRecord]:
+    """Return the gates that apply, those that decide first; their own order is kept otherwise."""
+    return sorted((gate for gate in gates if gate.applicable), key=lambda gate: _WORST_FIRST.get(gate.verdict, 2))
+
+
+def not_applicable(gates: Iterable[GateRecord]) -> list[GateRecord]:
+    """Return the gates that this engine cannot meet or miss."""
+    return [gate for gate in gates if not gate.applicable]
+
+
+def aside_by_reason(gates: Iterable[GateRecord]) -> dict[str, list[str]]:
+    """Return the titles of the gates that do not apply, by the reason why."""
+    reasons: dict[str, list[str]] = {}
+    for gate in not_applicable(gates):
+        reasons.setdefault(plain(gate.text, 300) or "the engine cannot do this", []).append(gate_title(gate))
+    return reasons
+
+
+def _list(texts: Sequence[str], most: int = 3) -> str:
+    shown = "; ".join(clip(plain(text).rstrip(". "), 200) for text in texts[:most])
+    more = len(texts) - most
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def why(verdict: VerdictRecord) -> str:
+    """Return one sentence that says what decided the verdict."""
+    gates = in_order(verdict.gates)
+    by = {word: [gate for gate in gates if gate.verdict == word] for word in _WORST_FIRST}
+    count = f"{len(gates)} gate{'s' if len(gates) != 1 else ''}"
+    aside = len(not_applicable(verdict.gates))
+    if verdict.verdict == "INVALID":
+        causes = [gate_text(gate) for gate in by["INVALID"]] or list(verdict.problems)
+        return f"The evidence is unsound: {_list(causes)}." if causes else "The evidence is unsound."
+    if verdict.verdict == "FAIL" and by["FAIL"]:
+        return f"{len(by['FAIL'])} of {count} failed: {_list([gate_text(gate) for gate in by['FAIL']])}."
+    if verdict.verdict == "INCONCLUSIVE":
+        parts = []
+        if unsure := by["INCONCLUSIVE"]:
+            parts.append(f"{len(unsure)} of {count} could not tell: {_list([gate_text(gate) for gate in unsure])}")
+        if left_out := len(verdict.deselected):
+            parts.append(f"{left_out} gate{'s were' if left_out != 1 else ' was'} deselected, so the session was not judged in full")
+        sentence = "; ".join(parts) or ("the evidence does not tell" if gates else "no gate was judged")
+        return sentence[0].upper() + sentence[1:] + "."
+    if verdict.verdict == "PASS":
+        rest = f"; {aside} {'do' if aside != 1 else 'does'} not apply to this engine" if aside else ""
+        if others := [gate for gate in gates if gate.verdict != "PASS"]:
+            return f"{len(gates) - len(others)} of {count} passed, and the session's policy lets the others pass: {_list([gate_text(g) for g in others])}{rest}."
+        return f"All {count} passed{rest}." if len(gates) != 1 else f"The one gate passed{rest}."
+    return f"{count} judged."
+
+
+def gate_title(gate: GateRecord) -> str:
+    """Return the gate's name with the lane that it was judged on."""
+    name = plain(gate.name.replace("_", " "), 80)
+    lane = plain(gate.lane, 40)
+    return f"{name} [{lane}]" if lane and lane not in name else name
+
+
+def gate_text(gate: GateRecord) -> str:
+    """Return the gate's own sentence, with its name where the sentence does not hold it."""
+    text = plain(gate.text)
+    return text or f"{gate_title(gate)}: {show_record(gate.value)}"
+
+
+def show_value(value: Value | None) -> str:
+    """Return a value with its unit; a missing one as a dash, one that the engine can never have as ``n/a``."""
+    if value is None:
+        return ""
+    if isinstance(value, Missing):
+        return "n/a" if value.cannot_happen else "—"
+    return plain(show_number(value.value, value.unit), 120)
+
+
+def show_number(value: float | str | bool, unit: str) -> str:
+    """Return a value with its unit; counts of many whole things (tokens of a mean, blocks of a difference) without decimals."""
+    if not isinstance(value, bool | str) and abs(value) >= 100 and unit not in {"s", "bytes", "ratio"} and math.isfinite(value):
+        value = float(round(value))
+    return units.show(value, unit)
+
+
+def show_record(record: ValueRecord | None) -> str:
+    """Return a recorded value as ``show_value`` does."""
+    return show_value(record.to_value()) if record is not None else ""
+
+
+def show_interval(gate: GateRecord) -> str:
+    """Return the interval that was judged, as text; empty where none was."""
+    if gate.low is None and gate.high is None:
+        return ""
+    low = None if gate.low is None else show_number(gate.low, gate.unit)
+    high = None if gate.high is None else show_number(gate.high, gate.unit)
+    return f"≥ {low}" if high is None else f"≤ {high}" if low is None else f"{low} to {high}"
+
+
+def is_usage(gate: GateRecord) -> bool:
+    """Whether a gate shows a usage ratio, which is never shown alone."""
+    return gate.unit == "ratio" and "usage" in gate.quantity.split(".")
+
+
+def number(analysis: Analysis, name: str) -> float | None:
+    """Return a value of an Analysis as a float; None where it is missing or text."""
+    value = analysis.values.get(name)
+    return value.number() if isinstance(value, Reading) and not isinstance(value.value, str) else None
+
+
+def at_peak(analyses: Sequence[Analysis]) -> Analysis | None:
+    """Return the window with the highest peak usage, the one whose three numbers are shown together."""
+    return max(analyses, key=lambda a: peak if (peak := number(a, "usage.peak")) is not None else -1.0, default=None)
+
+
+def _say(analysis: Analysis, words: str, *names: str) -> str | None:
+    """Return the first of the values that was measured, in words; None where none was."""
+    found = next((v for name in names if isinstance(v := analysis.values.get(name), Reading)), None)
+    return words.format(show_value(found)) if found is not None else None
+
+
+def three_numbers(analysis: Analysis) -> str:
+    """Return what stands beside a usage ratio: pool size, free blocks or tokens, running requests and their mean length."""
+    pool = _say(analysis, "pool {}", "pool_tokens", "pool_blocks") or "pool size not told"
+    free = _say(analysis, "{} free at the tightest", "free_blocks.min", "free_tokens.min") or "free space not told"
+    running = _say(analysis, "{} running", "running.at_peak", "running.peak") or "running not told"
+    mean = _say(analysis, "mean length {}", "mean_length.at_peak") or "mean length not known"
+    return f"{pool}; {free}; {running}, {mean}"
+
+
+def idle_numbers(analysis: Analysis) -> str:
+    """Return what stands beside a usage ratio after the load: pool size, what is still held, and what still runs."""
+    pool = _say(analysis, "pool {}", "pool_tokens", "pool_blocks") or "pool size not told"
+    held = _say(analysis, "{} held after the load", "idle.used_blocks", "idle.used_tokens") or "space held after the load not told"
+    return f"{pool}; {held}; {_say(analysis, '{} running', 'idle.running') or 'running not told'}"
+
+
+def beside(view: SessionView, gate: GateRecord) -> str:
+    """Return what stands beside the gate's usage ratio: what the judge wrote, else what the Runs of its lane say."""
+    if gate.beside or not is_usage(gate):
+        return plain(gate.beside)
+    side = gate.side or "after"
+    pool = dict(view.sides()).get(side if view.compared else "", view.after)
+    lane = [a for a in pool if a.run.record.profile == gate.lane] or list(pool)
+    peak = at_peak(lane)
+    say = idle_numbers if gate.quantity.startswith("idle.") else three_numbers
+    return plain(say(peak)) if peak is not None else "pool size, free space and running requests: not measured"

@@ -1,0 +1,111 @@
+"""The verdict and its gates for a terminal: pytest's summary and the command line print the same text."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from pytest_kvcache.records import GateRecord
+from pytest_kvcache.report.escape import clip, plain
+from pytest_kvcache.report.model import (
+    SessionView,
+    aside_by_reason,
+    beside,
+    gate_title,
+    in_order,
+    is_usage,
+    show_interval,
+    show_record,
+    why,
+)
+from pytest_kvcache.report.model import three_numbers as _three_numbers
+
+if TYPE_CHECKING:
+    from pytest_kvcache.analysis.timeline import Analysis
+
+_COLOURS = {"PASS": "\x1b[32m", "FAIL": "\x1b[31m", "INCONCLUSIVE": "\x1b[33m", "INVALID": "\x1b[35m"}
+_BOLD, _DIM, _OFF = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+MAX_PASSED = 40
+
+
+def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
+    """Return a table of the gates, the verdict with what decided it, and where the report is; at most ``width`` columns wide.
+
+    Escape sequences are only ours, and only with ``color``; everything from outside is made plain.
+    """
+    verdict = view.verdict
+    lines = [*_table(view, color, width)]
+    for reason, titles in aside_by_reason(verdict.gates).items():
+        lines += textwrap.wrap(clip(f"not applicable: {', '.join(titles)} ({reason})", 4 * width), width, subsequent_indent=" " * 4)
+    if verdict.deselected:
+        names = ", ".join(plain(name, 100) for name in verdict.deselected[:6])
+        more = f" and {len(verdict.deselected) - 6} more" if len(verdict.deselected) > 6 else ""
+        lines += textwrap.wrap(f"deselected, not judged: {names}{more}", width, subsequent_indent=" " * 4)
+    if lines:
+        lines.append("")
+    if verdict.config_diff:
+        changes = [f"{plain(c.name, 40)} {plain(c.before, 40) or '(none)'} -> {plain(c.after, 40) or '(none)'}" for c in verdict.config_diff]
+        more = f"; and {len(changes) - 6} more" if len(changes) > 6 else ""
+        lines += textwrap.wrap("changed: " + "; ".join(changes[:6]) + more, width, subsequent_indent=" " * 9)
+    word = plain(verdict.verdict, 20)
+    badge = "  EMBEDDED engine, not a server of yours" if verdict.embedded else ""
+    lines.append(_paint(word, word, color, bold=True) + (_BOLD + badge + _OFF if badge and color else badge))
+    lines += textwrap.wrap(why(verdict), width, initial_indent="  ", subsequent_indent="  ")
+    lines.append(f"report: {plain(view.report, 1000)}")
+    return "\n".join(lines)
+
+
+def three_numbers(analysis: Analysis) -> str:
+    """Return usage at its peak with pool size, free space and running requests with their mean length, in one line."""
+    from pytest_kvcache.report.model import show_value
+
+    return f"usage {show_value(analysis.values.get('usage.peak')) or '—'} at the peak of {_three_numbers(analysis)}"
+
+
+def _paint(text: str, verdict: str, color: bool, *, bold: bool = False) -> str:
+    return f"{_BOLD if bold else ''}{_COLOURS.get(verdict, '')}{text}{_OFF}" if color else text
+
+
+def _table(view: SessionView, color: bool, width: int) -> list[str]:
+    from tabulate import tabulate
+
+    ordered = in_order(view.verdict.gates)
+    passed = [gate for gate in ordered if gate.verdict == "PASS"]
+    shown = [gate for gate in ordered if gate.verdict != "PASS"] + passed[:MAX_PASSED]
+    if not shown:
+        return []
+    compared = any(gate.before is not None for gate in shown)
+    heads = ["verdict", "gate", *(("before", "after", "change") if compared else ("value",)), "bound"]
+    rows = [_row(gate, compared) for gate in shown]
+    # what the other columns leave: tabulate puts two spaces between columns
+    others = sum(max(len(row[i]) for row in [heads, *rows]) + 2 for i in range(len(heads)) if i != 1)
+    room = max(width - others, 16)
+    rows = [[row[0], clip(row[1], room), *row[2:]] for row in rows]
+    text = str(tabulate(rows, headers=heads, disable_numparse=True, colalign=["left", "left", *["right"] * (len(heads) - 2)])).splitlines()
+    indent = text[1].index(" ") + 2
+    lines = [line.rstrip() for line in text[:2]]
+    for gate, row, line in zip(shown, rows, text[2:], strict=True):
+        lines.append(_paint(row[0], row[0], color) + line[len(row[0]) :].rstrip())
+        for note in _notes(view, gate, width - indent):
+            lines.append(" " * indent + (_DIM + note + _OFF if color else note))
+    if len(passed) > MAX_PASSED:
+        lines.append(f"and {len(passed) - MAX_PASSED} more gates that passed")
+    return lines
+
+
+def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
+    """Return the lines below a gate: what a usage ratio is never shown without, and the interval of one that could not tell."""
+    texts = [beside(view, gate)] if is_usage(gate) or (gate.beside and gate.verdict != "PASS") else []
+    if gate.verdict != "PASS" and (interval := show_interval(gate)):
+        texts.append(f"interval {interval}")
+    return [line for text in texts for line in textwrap.wrap(clip(text, 3 * width), max(width, 20))]
+
+
+def _row(gate: GateRecord, compared: bool) -> list[str]:
+    word, title, value = plain(gate.verdict, 12), gate_title(gate), clip(show_record(gate.value), 16)
+    bound = clip(plain(gate.bound_text), 18)
+    if not compared:
+        return [word, title, value, bound]
+    if gate.before is None and gate.after is None:
+        return [word, title, *([value, ""] if gate.side == "before" else ["", value]), "", bound]
+    return [word, title, clip(show_record(gate.before), 16), clip(show_record(gate.after), 16), value, bound]
