@@ -82,8 +82,8 @@ def _pool_from_log(view: View) -> Value:
 
 def _is_sum(view: View) -> bool:
     """Say whether the label is the sum over ranks, repeated; ranks that print different pools print their own."""
-    peers = view.peers
-    return len(peers) > 1 and len({str(peer.label(INFO, "num_gpu_blocks")[1]) for peer in peers}) == 1
+    texts = {text for peer in view.peers if isinstance(text := peer.label(INFO, "num_gpu_blocks")[1], str)}
+    return len(view.peers) > 1 and len(texts) == 1
 
 
 def _usable_blocks(view: View) -> Value:
