@@ -1,0 +1,118 @@
+"""Taking keys out of text before it is written or shown. Standard library only: the supervisor imports it.
+
+Two ways, used together: the secrets that we know (the value of an environment variable, the word after ``--api-key``) are
+replaced as they stand, and what looks like one is found by its place (a header, a flag, a field, the user part of a URL) or
+by its form (``sk-...``, ``hf_...``, a JSON Web Token). Booleans and None are never taken for a secret, nor is a number behind a name
+such as ``token``: engines print token counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+HIDDEN = "***"
+
+_SECRET_PARTS = frozenset(
+    {"KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PWD", "CREDENTIAL", "CREDENTIALS"}
+)
+_OTHER_TOKENS = frozenset(
+    {"EOS", "BOS", "PAD", "UNK", "MASK", "SEP", "CLS", "IMAGE", "AUDIO", "STOP", "FIRST", "NEXT", "PER", "MAX", "SPECIAL", "SORT"}
+)
+
+# A field, flag or environment variable whose value is a secret. A bare "key" is not one (cache keys), a bare "token" is.
+_NAME = (
+    r"(?:[A-Za-z0-9]+[-_.])*?"
+    r"(?:api[-_]?keys?|(?:access|secret|private|auth|account|signing|encryption|master|ssh)[-_]keys?"
+    r"|(?:access|auth|hf|hub|refresh|session|id|bearer|security|github|gitlab)[-_]token|token"
+    r"|(?:client[-_])?secrets?|password|passwd|passphrase|pwd|credentials?|(?:proxy[-_])?authorization|(?:set[-_])?cookie)"
+)
+_VALUE = r"(?:\[[^\]\n]{0,4000}\]?|\"(?:[^\"\\\n]|\\.){0,4000}\"?|'(?:[^'\\\n]|\\.){0,4000}'?|[^\s,;&'\"()\[\]{}]+)"
+_EMPTY = re.compile(r"[\[\]\"'\s,]*(?:true|false|none|null|auto)?[\[\]\"'\s,]*\Z", re.IGNORECASE)
+_NUMBER = re.compile(r"[\[\]\"'\s,]*-?[0-9][0-9,._]*%?x?[\[\]\"'\s,]*\Z")
+
+_SCHEME = re.compile(r"\b(bearer|basic|digest|negotiate)(\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
+_HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization|x-api-key|api-key|(?:set-)?cookie)([\"']?\s*+:\s*+[\"']?+)(?!\*\*\*)[^\"'\n\r]+")
+_FLAG = re.compile(rf"(?i)(--(?:no-)?{_NAME})(=|\s+)({_VALUE})")
+_FIELD = re.compile(rf"(?i)(?<![A-Za-z0-9_.-])({_NAME})([\"']?\s*[:=]\s*)({_VALUE})")
+_ENVIRONMENT = re.compile(rf"(?<![A-Za-z0-9_])([A-Z][A-Z0-9_]*)(=)({_VALUE})")
+_USER = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/?#\"'<>]*@")
+_FORMS = re.compile(
+    r"\b(?:sk-[A-Za-z0-9_-]{8,}|hf_[A-Za-z0-9]{10,}|nvapi-[A-Za-z0-9_-]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
+    r"|glpat-[A-Za-z0-9_-]{16,}|xox[abprs]-[A-Za-z0-9-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether an environment variable of that name holds a secret: HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
+    parts = re.split(r"[^A-Z0-9]+", name.upper())
+    return any(part in _SECRET_PARTS for part in parts) and not _OTHER_TOKENS.intersection(parts)
+
+
+def is_secret_flag(word: str) -> bool:
+    """Return whether the value of a flag is a secret: ``--api-key`` is, ``--max-num-batched-tokens`` and ``--ssl-keyfile`` are not."""
+    return word.startswith("-") and (re.fullmatch(_NAME, word.lstrip("-"), re.IGNORECASE) is not None or word.lstrip("-").lower() == "key")
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    name, between, value = match.group(1), match.group(2), match.group(3)
+    parts = re.split(r"[^A-Z0-9]+", name.upper())
+    counted = "TOKEN" in parts and _NUMBER.match(value)
+    if counted or _EMPTY.match(value) or _OTHER_TOKENS.intersection(parts):
+        return match.group(0)
+    return f"{name}{between}{HIDDEN}"
+
+
+def _hide_environment(match: re.Match[str]) -> str:
+    return _hide_value(match) if is_secret_name(match.group(1)) else match.group(0)
+
+
+def redact(text: str, known: Iterable[str] = ()) -> str:
+    """Return ``text`` with keys, passwords and the user part of URLs replaced by ``***``. Never raises; a second pass changes nothing.
+
+    ``known`` are secrets to replace as they stand; those under four characters are left out, for they are everywhere.
+    """
+    for secret in sorted({word for word in known if len(word) >= 4}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    text = _USER.sub(rf"\1{HIDDEN}@", text)
+    text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
+    text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
+    for pattern, change in _BY_PLACE:
+        text = pattern.sub(change, text)
+    return _FORMS.sub(HIDDEN, text)
+
+
+_BY_PLACE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
+    (_FLAG, _hide_value),
+    (_FIELD, _hide_value),
+    (_ENVIRONMENT, _hide_environment),
+)
+
+
+def redact_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command with their secrets hidden, and those secrets.
+
+    A flag for keys may take several words (vLLM's ``--api-key A B``), so all up to the next flag are hidden.
+    """
+    shown: list[str] = []
+    secrets: list[str] = []
+    hiding = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            hiding = is_secret_flag(name) and not equals
+            if equals and is_secret_flag(name):
+                secrets.append(value)
+                shown.append(f"{name}={HIDDEN}")
+                continue
+        elif hiding:
+            secrets.append(word)
+            shown.append(HIDDEN)
+            continue
+        elif equals and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and is_secret_name(name):
+            secrets.append(value)
+            shown.append(f"{name}={HIDDEN}")
+            continue
+        shown.append(redact(word))
+    return shown, [secret for secret in secrets if secret]
