@@ -1,0 +1,146 @@
+"""The ``--kv-*`` options of a profile on Locust's command line and web page, declared once, and read back as one value."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_kvcache.load.contract import ProfileOption
+from pytest_kvcache.load.prompts import SOURCES
+
+STOP_TIMEOUT_S = 30
+BY_HAND_RUN_TIME_S = 300
+
+# name, default, help, whether the web page's form shows it
+_SERVER: tuple[tuple[str, Any, str, bool], ...] = (
+    ("endpoints", [], "URL of a server, in place of -H; repeat it or part with commas: users are spread over them in turn", False),
+    ("model", "", "model name to ask for; default: the only one that the server lists", True),
+    ("api", "completions", "which API is used: completions or chat", True),
+    ("header", [], "extra HTTP header as 'Name: value'; repeatable", False),
+    ("extra_body", "", "JSON object merged into every request body", False),
+    ("api_key_env", "", "environment variable that holds the API key", False),
+    ("ca", "", "CA bundle that TLS certificates are verified with", False),
+    ("proxy", "", "HTTP proxy; proxies of the environment are not used", False),
+)
+_LOAD: tuple[tuple[str, Any, str, bool], ...] = (
+    ("output_tokens", 0, "tokens asked for in each request; 0 takes the profile's own", True),
+    ("max_model_len", 0, "longest context in tokens that lengths are made from; 0 asks the server", True),
+    ("requests", 0, "stop after that many requests in all; 0 does not count", True),
+    ("duration_s", 0.0, "length of the load in seconds after its preparation; 0 leaves it to Locust's -t", False),
+    ("seed", 1, "seed of lengths and prompts", True),
+    ("nonce", "", "text that makes the prompts of this run differ from all others; default: a new one for each run", False),
+    ("lengths", "auto", f"how exact lengths are made: auto, {', '.join(SOURCES)}", True),
+    ("think_s", 0.0, "seconds that a user waits after an answer", True),
+    ("backoff_s", 0.25, "seconds that a user waits after a refusal or a broken connection; nothing is retried", True),
+    ("request_timeout_s", 300.0, "longest time in seconds that one request may take", True),
+    ("rows", "", "file that gets one row a request; default: reports/<time>-locust-<profile>/requests.jsonl", False),
+    ("keep_text", False, "keep prompts and answers in the rows", False),
+)
+_CHOICES = {"api": ("completions", "chat"), "lengths": ("auto", *SOURCES)}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The options of one load, as they are now: the web page may change them from one start to the next."""
+
+    endpoints: tuple[str, ...] = ()
+    model: str = ""
+    api: str = "completions"
+    header: tuple[str, ...] = ()
+    extra_body: str = ""
+    api_key_env: str = ""
+    ca: str = ""
+    proxy: str = ""
+    output_tokens: int = 0
+    max_model_len: int = 0
+    requests: int = 0
+    duration_s: float = 0.0
+    seed: int = 1
+    nonce: str = ""
+    lengths: str = "auto"
+    think_s: float = 0.0
+    backoff_s: float = 0.25
+    request_timeout_s: float = 300.0
+    rows: str = ""
+    keep_text: bool = False
+    profile_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_server(self) -> dict[str, Any]:
+        """Return the settings of the server by their names in ``Settings``."""
+        return {name: getattr(self, name) for name in ("model", "api", "header", "extra_body", "api_key_env", "ca", "proxy")}
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option: ``output_tokens`` is ``--kv-output-tokens``."""
+    return "--kv-" + name.replace("_", "-")
+
+
+def _kind(default: Any, where: str) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            value = type(default)(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{where} takes a number, not {text[:80]!r}") from None
+        if isinstance(value, (int, float)) and not 0 <= value < 1e15:
+            raise argparse.ArgumentTypeError(f"{where} takes a number from 0 on, not {text[:80]!r}")
+        return value
+
+    return parse
+
+
+def declare(parser: Any, options: Iterable[ProfileOption], defaults: Mapping[str, Any]) -> None:
+    """Add our options and the profile's to Locust's parser, and put its own defaults where a KV load needs them.
+
+    ``defaults`` holds users, duration_s and output_tokens of the profile. Locust's listeners get the loopback address unless
+    told otherwise, a run by hand ends by itself, and what is in flight at its end may finish.
+    """
+    group = parser.add_argument_group("KV load options (pytest-kvcache)")
+    for name, default, text, shown in (*_SERVER, *_LOAD):
+        _add(group, name, default, text, shown)
+    extra = parser.add_argument_group("Options of this profile")
+    for option in {option.name: option for option in options}.values():
+        _add(extra, option.name, option.default, option.help, True)
+    parser.set_defaults(
+        web_host="127.0.0.1",
+        master_bind_host="127.0.0.1",
+        stop_timeout=STOP_TIMEOUT_S,
+        run_time=BY_HAND_RUN_TIME_S,
+        num_users=defaults["users"],
+        spawn_rate=min(100, max(1, defaults["users"])),
+    )
+
+
+def _add(group: Any, name: str, default: Any, text: str, shown: bool) -> None:
+    extra: dict[str, Any] = {}
+    if isinstance(default, bool):
+        extra["action"] = "store_true"
+    elif isinstance(default, list):
+        extra["action"] = "append"
+    else:
+        extra["type"] = _kind(default, flag(name)) if isinstance(default, (int, float)) else str
+        extra["metavar"] = "TEXT" if isinstance(default, str) else "N"
+    if name in _CHOICES:
+        extra["choices"] = _CHOICES[name]
+        del extra["metavar"]
+    shown_default = "" if default in ("", [], False) else f" (default {default})"
+    action = group.add_argument(flag(name), dest=f"kv_{name}", default=default, help=(text + shown_default).replace("%", "%%"), **extra)
+    # Locust's web page shows the actions that carry these attributes; its own add_argument sets them, a group's does not.
+    if shown:
+        action.include_in_web_ui = True
+        action.is_secret = action.is_required = action.is_multiple = False
+
+
+def knobs(parsed: Any, options: Iterable[ProfileOption]) -> Knobs:
+    """Return the options as they are in a parsed namespace of Locust."""
+    values: dict[str, Any] = {}
+    for name, default, _, _ in (*_SERVER, *_LOAD):
+        value = getattr(parsed, f"kv_{name}", default)
+        if isinstance(default, list):
+            value = tuple(value or ())
+        values[name] = value
+    addresses = [part.strip() for text in values["endpoints"] for part in str(text).split(",") if part.strip()]
+    values["endpoints"] = tuple(addresses)
+    chosen = {option.name: getattr(parsed, f"kv_{option.name}", option.default) for option in options}
+    return Knobs(**values, profile_options=chosen)

@@ -1,0 +1,123 @@
+"""Prompts of an exact length in tokens, each different from the first tokens on.
+
+In order of trust: token ids that the server's own /tokenize gave (``ids``); text of words that are one token each by the
+same (``tokenize``); text of words found to be one token each by probing ``usage`` (``calibrated``); text by the mean number of
+tokens per word (``estimated``, which is not exact). What the server adds (BOS, chat template) is measured and counted in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+IDS = "ids"
+TOKENIZE = "tokenize"
+CALIBRATED = "calibrated"
+ESTIMATED = "estimated"
+SOURCES = (IDS, TOKENIZE, CALIBRATED, ESTIMATED)
+
+# Text starts with a word that never changes: some templates strip the blank before the first word, which changes its tokens.
+LEAD = "List:"
+
+_EVERYDAY = """
+apple bread butter cake cheese cherry coffee corn cream egg fish flour fruit garlic grape honey juice lemon lime meat milk onion orange
+pepper pie potato rice salt sauce soup sugar tea tomato wheat wine bowl cup dish fork glass jar knife lid pan plate pot spoon stove tray
+bear bee bird bull cat cow crab deer dog duck eagle fox frog goat goose hawk horse lamb lion mouse owl pig rabbit rat seal shark sheep
+snake spider swan tiger turtle whale wolf worm ant ash bark bay beach branch bush cave cliff cloud coal coast creek dawn desert dew dust
+earth field fire fog forest frost grass hill ice island lake leaf mist moon moss mountain mud ocean pond rain ridge river rock root sand
+sea seed shade shore sky smoke snow soil star stone storm stream sun thunder tide tree valley water wave wind wood arm back beard bone
+brain cheek chest chin ear elbow eye face finger foot hair hand head heart heel hip jaw knee leg lip lung mouth nail neck nose palm rib
+shoulder skin thumb toe tongue tooth wrist bag ball basket bell belt blanket boat book boot bottle box brick bridge broom brush bucket
+button candle car card carpet chain chair clock coat coin comb desk dice door drum fan fence flag flute gate glove hammer hat helmet hook
+horn key kite ladder lamp lock map mask mirror needle net paint paper pen pencil piano pillow pin pipe plane plug pump purse ring roof
+rope rug saw scarf screw shelf shield ship shirt shoe shovel sock sofa sword table tent thread ticket tower toy train truck umbrella
+wagon wall watch wheel whistle window wire amber black blue bronze brown gold gray green iron ivory pink purple red silver steel violet
+white yellow bright broad calm clean clear cold cool dark deep dry early empty fast flat fresh full gentle hard heavy high hot kind
+late light long loud low narrow new old plain proud quick quiet rich rough round sharp short slow small smooth soft strong sweet tall
+thick thin warm wet wide wild young
+"""
+WORDS = tuple(dict.fromkeys(_EVERYDAY.split()))
+
+
+def made_up_words(count: int) -> list[str]:
+    """Return words of consonant, vowel, consonant, vowel in a fixed shuffled order, for tokenizers that know no English."""
+    consonants, vowels = "bcdfghjklmnprstvz", "aeiou"
+    total = (len(consonants) * len(vowels)) ** 2
+    words = []
+    for number in range(min(count, total)):
+        rest = number * 4093 % total
+        letters = []
+        for alphabet in (vowels, consonants, vowels, consonants):
+            rest, at = divmod(rest, len(alphabet))
+            letters.append(alphabet[at])
+        words.append("".join(reversed(letters)))
+    return words
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The pieces that prompts are made of, and how many tokens the server adds to them.
+
+    ``words`` are the pieces as text (one token each with a blank before it), ``ids`` their token ids where those are sent.
+    ``overhead`` is what the server adds: BOS, the chat template, and the tokens of LEAD in text.
+    """
+
+    source: str
+    words: tuple[str, ...]
+    ids: tuple[int, ...] = ()
+    overhead: int = 0
+    tokens_per_word: float = 1.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether planned and real lengths agree to the token."""
+        return self.source != ESTIMATED
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: ``json`` is the value in a request's body, ``planned_tokens`` what the server will count."""
+
+    json: bytes
+    planned_tokens: int
+    source: str
+    indexes: bytes
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The prompt as text; for token ids the words that they stand for."""
+        words = self.words
+        text = "".join(f" {words[index]}" for index in self.indexes)
+        return text if self.source == IDS else LEAD + text
+
+
+class PromptSource:
+    """Makes prompts. The same nonce and parts give the same prompt; any other nonce differs from the first tokens on."""
+
+    def __init__(self, vocabulary: Vocabulary, nonce: str) -> None:
+        if not vocabulary.words:
+            raise ValueError("a vocabulary needs words")
+        self.vocabulary = vocabulary
+        self.nonce = nonce
+        pieces: list[bytes]
+        if vocabulary.source == IDS:
+            pieces = [str(token).encode() for token in vocabulary.ids]
+            self._join, self._open, self._close = b",", b"[", b"]"
+        else:
+            pieces = [msgspec.json.encode(" " + word)[1:-1] for word in vocabulary.words]
+            self._join, self._open, self._close = b"", b'"' + LEAD.encode(), b'"'
+        self._table = tuple(pieces[index % len(pieces)] for index in range(256))
+        self._words = tuple(vocabulary.words[index % len(vocabulary.words)] for index in range(256))
+
+    def make(self, tokens: int, *parts: object) -> Prompt:
+        """Return a prompt that the server counts as ``tokens``; never fewer than one token more than it adds itself."""
+        vocabulary = self.vocabulary
+        count = max(1, round((tokens - vocabulary.overhead) / vocabulary.tokens_per_word))
+        key = "/".join((self.nonce, *map(str, parts)))
+        indexes = hashlib.shake_128(key.encode()).digest(count)
+        value = self._open + self._join.join(map(self._table.__getitem__, indexes)) + self._close
+        planned = vocabulary.overhead + round(count * vocabulary.tokens_per_word)
+        return Prompt(value, planned, vocabulary.source, indexes, self._words)

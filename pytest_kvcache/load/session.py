@@ -1,0 +1,397 @@
+"""One load inside the Locust process: prepared once, counted, watched, and written down from its start line to its end line."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+import traceback
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import gevent
+from locust.runners import WorkerRunner
+
+from pytest_kvcache.errors import Broken, CannotWrite, KvError, UsageError
+from pytest_kvcache.load import contract
+from pytest_kvcache.load.client import Asker
+from pytest_kvcache.load.flags import Knobs
+from pytest_kvcache.load.prepare import Prepared, choose_model, failure_text, prepare
+from pytest_kvcache.load.prompts import PromptSource
+from pytest_kvcache.load.rejections import clean_text
+from pytest_kvcache.load.rowsfile import FLUSH_S, RowsFile
+from pytest_kvcache.load.target import Handed, Target, named_by_hand
+from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
+from pytest_kvcache.server.redaction import HIDDEN, redact_words
+
+BEAT_S = 0.05
+GONE_AFTER_S = 15.0
+GONE_AFTER_REFUSALS = 10
+SIGNAL_STOP_S = 2.0
+NOTES_LIMIT = 200
+ERRORS_LIMIT = 50
+PROBE_TIMEOUT_S = 120.0
+_PRIVATE_FLAGS = frozenset({"--kv-header", "--kv-proxy", "--kv-extra-body"})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the profile's user classes need: lanes, the longest context, and default output tokens by lane."""
+
+    profile: str
+    lanes: tuple[str, ...]
+    needs_limit: bool
+    output_tokens: int
+
+
+class LoadSession:
+    """The state of one load. ``offset_s`` turns this process's monotonic clock into Unix seconds."""
+
+    def __init__(self, environment: Any, handed: Handed | None, knobs: Knobs, shape: Shape) -> None:
+        self.environment = environment
+        self.handed = handed
+        self.knobs = knobs
+        self.shape = shape
+        self.offset_s = time.time() - monotonic()
+        self.begun_s = monotonic()
+        self.output_tokens = knobs.output_tokens or shape.output_tokens
+        self.nonce = knobs.nonce or secrets.token_hex(8)
+        self.workers, self.worker_index, self.worker = _place(environment.runner)
+        self.targets: list[Target] = []
+        self.prepared: Prepared | None = None
+        self.source: PromptSource | None = None
+        self.max_model_len: int | None = None
+        self.rows: RowsFile | None = None
+        self.reason = ""
+        self.failed = False
+        self.active = False
+        self.taken = 0
+        self.finished = 0
+        self.in_flight = 0
+        self.cut_off = 0
+        self.own_connections: list[bool] = []
+        self.resent = 0
+        self._users = 0
+        self._notes = 0
+        self._errors = 0
+        self._refused = 0
+        self._refused_since_s = 0.0
+        self._lags = array("d")
+        self._cpu_start_s = 0.0
+        self._heads: dict[tuple[int, int], bytes] = {}
+        self._greenlets: list[Any] = []
+
+    # before the load
+
+    def start(self) -> None:
+        """Learn what is needed from the server, open the file and write its start line; on failure say why once and stop."""
+        try:
+            self._open()
+            self._prepare()
+        except KvError as error:
+            self.fail(error)
+            return
+        except Exception as error:
+            self.fail(Broken(f"the preparation broke: {type(error).__name__}: {error}", hint="please report this with the traceback in the log"))
+            traceback.print_exc()
+            return
+        self._write_start()
+        self.active = True
+        self._cpu_start_s = time.process_time()
+        self._spawn(self._beat)
+        if self.knobs.duration_s > 0:
+            self._greenlets.append(gevent.spawn_later(self.knobs.duration_s, self.stop, contract.BY_DURATION))
+
+    def _open(self) -> None:
+        name = self.knobs.rows
+        if name:
+            path = Path(name)
+        else:
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            path = Path("reports") / f"{stamp}-locust-{self.shape.profile}" / "requests.jsonl"
+        if self.worker:
+            path = path.with_name(f"{path.stem}.worker-{self.worker_index}{path.suffix}")
+        number, first = 2, path
+        while self.handed is None and path.exists() and not path.is_char_device():
+            # the web page starts one load after the other in one process
+            path = first.with_name(f"{first.stem}-{number}{first.suffix}")
+            number += 1
+        self.rows = RowsFile(path)
+
+    def _prepare(self) -> None:
+        knobs = self.knobs
+        if self.handed is not None:
+            targets = list(self.handed.targets)
+        else:
+            host = self.environment.host
+            targets = named_by_hand(list(knobs.endpoints) or ([host] if host else []), knobs.of_server())
+        self.environment.host = self.environment.host or targets[0].root
+        timeout_s = min(knobs.request_timeout_s, PROBE_TIMEOUT_S)
+        wanted = knobs.max_model_len or None
+        self.prepared = prepare(
+            Asker(targets[0], timeout_s), targets[0], max_model_len=wanted, source=knobs.lengths, nonce=self.nonce, sleep=gevent.sleep
+        )
+        limits = [self.prepared.max_model_len]
+        self.targets = [self.prepared.target]
+        for target in targets[1:]:
+            asker = Asker(target, timeout_s)
+            model, limit = choose_model(asker, target)
+            self.targets.append(Target(**{name: getattr(target, name) for name in target.__struct_fields__} | {"model": model}))
+            limits.append(limit)
+        known = [limit for limit in limits if limit]
+        self.max_model_len = wanted or (min(known) if known else None)
+        if self.shape.needs_limit and self.max_model_len is None:
+            raise UsageError(
+                f"the profile {self.shape.profile} needs the longest context, and the server does not tell it",
+                where=targets[0].root,
+                hint="give it with --kv-max-model-len",
+            )
+        for target in self.targets:
+            target.request_headers()
+        self.own_connections = [False] * len(self.targets)
+        self.source = PromptSource(self.prepared.vocabulary, self.nonce)
+
+    def _write_start(self) -> None:
+        prepared, knobs, rows = self.prepared, self.knobs, self.rows
+        assert prepared is not None
+        assert rows is not None
+        options = {
+            "lanes": list(self.shape.lanes),
+            "users": int(getattr(self.environment.runner, "target_user_count", 0)),
+            "duration_s": knobs.duration_s or float(getattr(self.environment.parsed_options, "run_time", 0) or 0),
+            "requests": knobs.requests,
+            "output_tokens": self.output_tokens,
+            "max_model_len": self.max_model_len,
+            "api": self.targets[0].api,
+            "model": self.targets[0].model,
+            "endpoints": [target.root for target in self.targets],
+            "extra_body": self.targets[0].extra_body,
+            "nonce": self.nonce,
+            "length_source": prepared.vocabulary.source,
+            "length_overhead": prepared.vocabulary.overhead,
+            "ignore_eos": prepared.ignore_eos,
+            "expects_usage": prepared.expects_usage,
+            "think_s": knobs.think_s,
+            "backoff_s": knobs.backoff_s,
+            "request_timeout_s": knobs.request_timeout_s,
+            "stop_timeout_s": float(self.environment.stop_timeout or 0),
+            "profile_options": dict(knobs.profile_options),
+        }
+        rows.put(LoadStart(self.now_s(), self.shape.profile, self.worker, knobs.seed, options, _versions(), _argv()))
+        rows.put(LoadNote(self.now_s(), "prepared", "what the preparation asked of the server", prepared.spent))
+        for note in prepared.notes:
+            self.note("prepared", note)
+            self.say(note)
+        self.say(
+            f"{self.shape.profile}: model {clean_text(self.targets[0].model, 100)}, longest context {self.max_model_len or 'unknown'}, "
+            f"lengths by {prepared.vocabulary.source}, rows in {rows.path}"
+        )
+
+    # during the load
+
+    def now_s(self) -> float:
+        """Return Unix seconds on the monotonic clock."""
+        return self.offset_s + monotonic()
+
+    def take(self) -> int | None:
+        """Return the number of the next request; None where no more are wanted."""
+        if not self.active or self.reason or (self.knobs.requests and self.taken >= self.knobs.requests):
+            return None
+        number = self.taken * self.workers + self.worker_index
+        self.taken += 1
+        self.in_flight += 1
+        return number
+
+    def next_target(self) -> int:
+        """Return the index of the server for the next user: all in turn."""
+        self._users += 1
+        return (self._users - 1) % max(1, len(self.targets))
+
+    def head(self, index: int, output_tokens: int) -> bytes:
+        """Return the JSON of a request up to its prompt; made once for each server and number of tokens."""
+        head = self._heads.get((index, output_tokens))
+        if head is None:
+            assert self.prepared is not None
+            if len(self._heads) > 4096:
+                self._heads.clear()
+            head = self.targets[index].body_head(output_tokens, ignore_eos=self.prepared.ignore_eos, usage=self.prepared.usage)
+            self._heads[index, output_tokens] = head
+        return head
+
+    def record(self, row: RequestRow) -> None:
+        """Take the row of a request that has ended."""
+        self.in_flight -= 1
+        self.finished += 1
+        if self.rows is not None:
+            self.rows.add(row)
+        if row.outcome == contract.REFUSED_CONNECTION:
+            self._refused_since_s = self._refused_since_s if self._refused else monotonic()
+            self._refused += 1
+        else:
+            self._refused = 0
+            self.cut_off += row.outcome == contract.CUT_OFF
+        if self.knobs.requests and self.finished >= self.knobs.requests and not self.reason:
+            self._spawn(self.stop, contract.BY_REQUESTS)
+
+    def kept_connection_closed(self, index: int) -> None:
+        """Count a request that met a closed kept connection; requests to that server get their own connections from now on."""
+        self.resent += 1
+        if not self.own_connections[index]:
+            self.own_connections[index] = True
+            self.note("connections", f"the server {index} closes kept connections unsaid: each request gets its own from now on")
+
+    def dropped(self) -> None:
+        """Count a request that broke in our own code before it had a row."""
+        self.in_flight -= 1
+        self.finished += 1
+
+    def note(self, subject: str, text: str, values: Mapping[str, float] | None = None) -> None:
+        """Write a note; after 200 of them no more, so that no fault of ours fills a disk."""
+        self._notes += 1
+        if self.rows is not None and self._notes <= NOTES_LIMIT:
+            self.rows.put(LoadNote(self.now_s(), subject, clean_text(text, 2000), dict(values or {})))
+
+    def task_failed(self, error: BaseException) -> None:
+        """Note an exception in a task; where they do not end, stop."""
+        self._errors += 1
+        places = traceback.extract_tb(error.__traceback__)
+        where = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
+        self.note("task exception", f"{type(error).__name__}: {error}{where}")
+        if self._errors >= ERRORS_LIMIT and self._errors > self.finished // 2 and not self.reason:
+            self.fail(Broken(f"the profile's task keeps failing: {type(error).__name__}: {error}{where}", hint="look at its traceback in the log"))
+
+    def _beat(self) -> None:
+        """Measure the event loop's own lag, write rows to disk, and see whether there is still somebody to press for."""
+        flushed_s = monotonic()
+        due_s = flushed_s + BEAT_S
+        while True:
+            gevent.sleep(max(0.0, due_s - monotonic()))
+            woke_s = monotonic()
+            self._lags.append(max(0.0, woke_s - due_s))
+            if len(self._lags) > 500_000:
+                self._lags = self._lags[::2]
+            if woke_s - flushed_s >= FLUSH_S:
+                flushed_s = woke_s
+                self._watch(woke_s)
+            due_s = woke_s + BEAT_S
+
+    def _watch(self, now_s: float) -> None:
+        rows = self.rows
+        if rows is not None:
+            rows.flush()
+            if rows.failure and not self.reason:
+                self.fail(CannotWrite(rows.failure, hint="free space on that disk; the rows so far are kept"))
+        if self.handed is not None and self.handed.parent and os.getppid() != self.handed.parent and not self.reason:
+            self._spawn(self.stop, contract.BY_PARENT)
+        if self._refused >= GONE_AFTER_REFUSALS and now_s - self._refused_since_s > GONE_AFTER_S and not self.reason:
+            self.say("nobody accepts connections any more: the load stops")
+            self._spawn(self.stop, contract.BY_SERVER)
+
+    # the end
+
+    def stop(self, reason: str) -> None:
+        """End the load for a reason of ours: the process in headless mode, the test on the web page."""
+        if self.reason:
+            return
+        self.reason = reason
+        runner = self.environment.runner
+        if self.handed is not None or getattr(self.environment.parsed_options, "headless", False):
+            runner.quit()
+        else:
+            runner.stop()
+
+    def fail(self, error: KvError) -> None:
+        """Say once what went wrong, write it down, and stop."""
+        self.failed = True
+        self.say(str(error))
+        self.environment.process_exit_code = error.exit_code
+        self.environment.host = self.environment.host or "http://127.0.0.1"
+        if self.rows is not None:
+            self.rows.put(LoadNote(self.now_s(), contract.FAILED_NOTE, failure_text(error)))
+        runner = self.environment.runner
+        if runner is not None and hasattr(runner, "log_exception"):
+            runner.log_exception("local", str(error), "")
+        gevent.spawn(self.stop, contract.BY_FAILURE)
+
+    def interrupted(self) -> None:
+        """Locust quits while the load runs: a signal. What is in flight gets two seconds."""
+        if self.active and not self.reason:
+            self.reason = contract.BY_SIGNAL
+        self.environment.stop_timeout = min(self.environment.stop_timeout or 0.0, SIGNAL_STOP_S)
+
+    def finish(self) -> None:
+        """Write the end line and close the file."""
+        rows = self.rows
+        if rows is None:
+            return
+        run_time = float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
+        ran_out = run_time > 0 and monotonic() - self.begun_s >= run_time - 0.5
+        reason = self.reason or (contract.BY_DURATION if ran_out else contract.BY_STOP)
+        lags = sorted(self._lags)
+        if self.resent:
+            text = "requests that went out again because their kept connection was closed before anybody read them"
+            rows.put(LoadNote(self.now_s(), "connections", text, {"resent": self.resent}))
+        rows.put(
+            LoadEnd(
+                wall_s=self.now_s(),
+                rows=rows.rows,
+                reason=contract.BY_FAILURE if self.failed else reason,
+                worker=self.worker,
+                cpu_s=time.process_time() - self._cpu_start_s if self.active else 0.0,
+                lag_p99_s=lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0,
+                lag_max_s=lags[-1] if lags else 0.0,
+                in_flight=self.cut_off,
+            )
+        )
+        if rows.failure and not self.failed:
+            self.say(rows.failure)
+            self.environment.process_exit_code = CannotWrite.exit_code
+        rows.close()
+        self.rows = None
+        self.active = False
+        for greenlet in self._greenlets:
+            if greenlet is not gevent.getcurrent():
+                greenlet.kill(block=False)
+
+    def say(self, text: str) -> None:
+        """Print a line of ours to stderr."""
+        sys.stderr.write(f"pytest-kvcache: {text}\n")
+        sys.stderr.flush()
+
+    def _spawn(self, function: Callable[..., None], *arguments: object) -> None:
+        self._greenlets.append(gevent.spawn(function, *arguments))
+
+
+def _place(runner: Any) -> tuple[int, int, str]:
+    """Return (number of workers, index of this one, its name; "" where there is only one process)."""
+    if isinstance(runner, WorkerRunner):
+        return max(1, int(getattr(runner, "worker_count", 1))), max(0, int(runner.worker_index)), str(runner.client_id)
+    return 1, 0, ""
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in ("pytest-kvcache", "locust", "geventhttpclient", "gevent"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _argv() -> list[str]:
+    """Return the command line, without the values of headers, proxies, bodies and user-info in addresses."""
+    words, _ = redact_words(sys.argv)
+    for at, word in enumerate(words[1:], start=1):
+        name, equals, _ = word.partition("=")
+        if name in _PRIVATE_FLAGS and equals:
+            words[at] = f"{name}={HIDDEN}"
+        elif words[at - 1] in _PRIVATE_FLAGS:
+            words[at] = HIDDEN
+    return words
