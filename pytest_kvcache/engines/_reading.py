@@ -23,6 +23,7 @@ FULL = 1.0001
 _SAME = frozenset({"block_size", "kv_dtype", "prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"})
 _LEAST = frozenset({"max_model_len"})
 _LATEST = frozenset({"start_time"})
+_ADDED = frozenset(QUANTITIES) - _SAME - _LEAST - _LATEST - {"usage"}
 _REASON_LIMIT = 300
 
 
@@ -176,7 +177,7 @@ class View:
         if isinstance(rule, JsonField):
             return self._json_field(rule, name)
         if isinstance(rule, LogFact):
-            return self._log_fact(rule.name or name)
+            return self._log_fact(rule.name or name, name)
         if isinstance(rule, Derived):
             return rule.compute(self)
         if isinstance(rule, FirstOf):
@@ -254,8 +255,10 @@ class View:
             return self._parsed(name, body, rule.parse, source)
         return Missing(f"{source} is of an unexpected type: {type(body).__name__}")
 
-    def _log_fact(self, fact: str) -> Value:
+    def _log_fact(self, fact: str, name: str) -> Value:
         value = self.raw.log_facts.get(fact)
+        if value is not None and self._part is not None and len(self.parts) > 1 and name in _ADDED:
+            return Missing("the start-up log states it for the whole server")
         if value is None:
             return Missing("the start-up log does not state it" if self.raw.log_facts else "no start-up log is at hand")
         return value

@@ -41,32 +41,27 @@ def _slot_contexts(view: View) -> list[int] | Missing:
     return contexts if len(contexts) == len(slots) else Missing("/slots states no n_ctx")
 
 
-def _unified(view: View) -> bool | None:
-    """Say whether slots share one pool; None where the log does not tell."""
-    fact = view.raw.log_facts.get("kv_unified")
-    if not isinstance(fact, Reading):
+def _split(view: View) -> bool | None:
+    """Say whether each slot has a pool of its own: the log's cells are then the sum of the slots. None where that is not told."""
+    stated, contexts = view.raw.log_facts.get("pool_tokens"), _slot_contexts(view)
+    if not isinstance(stated, Reading) or isinstance(contexts, Missing) or len(contexts) < 2:
         return None
-    return str(fact.value).strip().lower() in {"true", "1", "1.0"}
+    return stated.number() >= sum(contexts)
 
 
 def _pool_tokens(view: View) -> Value:
-    stated = view.raw.log_facts.get("pool_tokens")
+    stated = view.apply(LogFact(), "pool_tokens")
     if isinstance(stated, Reading):
         return stated
     contexts = _slot_contexts(view)
     if isinstance(contexts, Missing):
-        return contexts
+        return Missing(f"{stated.reason}; {contexts.reason}")
     if len(contexts) == 1:
         return view.reading("pool_tokens", contexts[0], "/slots n_ctx of the only slot")
-    unified = _unified(view)
-    if unified is None:
-        return Missing(
-            f"{len(contexts)} slots of {max(contexts)} tokens share one pool of {max(contexts)} (unified) or have {sum(contexts)} together (split);"
-            " only the start-up log tells: launch the server with --kv-launch, or start it with one slot (-np 1)"
-        )
-    if unified:
-        return view.reading("pool_tokens", max(contexts), "/slots n_ctx, one pool for all slots (start-up log: kv_unified)")
-    return view.reading("pool_tokens", sum(contexts), "sum of /slots n_ctx (start-up log: kv_unified = false)")
+    return Missing(
+        f"{len(contexts)} slots of {max(contexts)} tokens share one pool of {max(contexts)} (unified) or have {sum(contexts)} together (split);"
+        " only the start-up log tells: launch the server with --kv-launch, or start it with one slot (-np 1)"
+    )
 
 
 def _used_tokens(view: View) -> Value:
@@ -139,7 +134,7 @@ def _looked_up(view: View) -> Value:
 def _remarks(view: View) -> list[str]:
     notes: list[str] = []
     slots, contexts = _slots(view), _slot_contexts(view)
-    if not isinstance(slots, Missing) and not isinstance(contexts, Missing) and len(contexts) > 1 and _unified(view) is False:
+    if not isinstance(slots, Missing) and not isinstance(contexts, Missing) and len(contexts) > 1 and _split(view):
         held = [
             (_whole_number(slot.get("n_prompt_tokens")) or 0 if slot.get("is_processing") is True else 0, n)
             for slot, n in zip(slots, contexts, strict=True)
@@ -170,7 +165,7 @@ DIALECT = Dialect(
         JsonPath("/props", sign=("default_generation_settings", "total_slots")),
         JsonPath("/v1/models"),
     ),
-    version=first_of(JsonField("/props", ("build_info",), "text"), LogFact("version")),
+    version=JsonField("/props", ("build_info",), "text"),
     remarks=_remarks,
     reads={
         "pool_blocks": _NO_BLOCKS,
@@ -179,7 +174,7 @@ DIALECT = Dialect(
         "used_blocks": _NO_BLOCKS,
         "free_blocks": _NO_BLOCKS,
         "num_gpu_blocks_override": _NO_BLOCKS,
-        "pool_tokens": Derived("start-up log; else n_ctx (unified, or one slot) or the sum of the slots' n_ctx (split)", _pool_tokens),
+        "pool_tokens": Derived("start-up log: cells of all streams; else n_ctx of /slots, where there is one slot", _pool_tokens),
         "pool_bytes": first_of(LogFact(), absent("llama.cpp states the pool's bytes in its start-up log only")),
         "max_concurrency": absent("llama.cpp gives no such figure: its seats are its slots"),
         "max_model_len": first_of(

@@ -129,15 +129,20 @@ def _pool_product(view: View) -> Value:
 
 
 def _pool_bytes(view: View) -> Value:
-    """``kv_cache_memory_bytes`` (of one worker); stale as soon as the number of blocks is overridden."""
+    """``kv_cache_memory_bytes`` of one worker, times the workers whose total the log states; stale once the blocks are overridden."""
     override = view.value("num_gpu_blocks_override")
     if isinstance(override, Reading):
         return Missing("num_gpu_blocks_override is set: kv_cache_memory_bytes does not describe the pool that is in use")
     source, text = view.label(INFO, "kv_cache_memory_bytes")
+    stated = view.apply(LogFact(), "pool_bytes")
     if isinstance(text, Missing):
-        stated = view.apply(LogFact(), "pool_bytes")
         return stated if isinstance(stated, Reading) else Missing(f"{text.reason}; {stated.reason}")
-    return view.checked("pool_bytes", float(text), f"{source} (one worker)") if text.isdigit() else Missing(f"{source} is {clean(text, 40)!r}")
+    if not text.isdecimal() or not int(text):
+        return Missing(f"{source} is {clean(text, 40)!r}")
+    workers = max(1, round(stated.number() / int(text))) if isinstance(stated, Reading) else 1
+    return view.checked(
+        "pool_bytes", float(int(text) * workers), f"{source} x {workers} workers (start-up log)" if workers > 1 else f"{source} (one worker)"
+    )
 
 
 def _kv_dtype(view: View) -> Value:
@@ -226,7 +231,7 @@ DIALECT = Dialect(
     server_labels=_TARGET_LABELS,
     model_label="model_name",
     json_paths=(JsonPath("/v1/models"), JsonPath("/version")),
-    version=first_of(JsonField("/version", ("version",), "text"), LogFact("version")),
+    version=JsonField("/version", ("version",), "text"),
     extra_series=(_SLEEP, *_V0_SIGNS),
     remarks=_remarks,
     reads={

@@ -16,7 +16,7 @@ from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import Missing, Value
 from pytest_kvcache.records import SnapshotRecord
 from pytest_kvcache.server.address import Endpoint
-from pytest_kvcache.server.startlog import facts
+from pytest_kvcache.server.startlog import read_facts
 from pytest_kvcache.server.transport import Answer, ask, error_text
 
 __all__ = ["Reader", "detect_endpoint", "fetch", "parse_samples", "take_snapshot", "take_snapshot_raw"]
@@ -49,7 +49,8 @@ class Reader:
         self.endpoint = endpoint
         self.candidates = list(DIALECTS.values() if candidates is None else candidates) if dialect is None else [dialect]
         self.timeout_s = timeout_s
-        self.log_facts = log_facts(log if log is not None else endpoint.log)
+        path = log if log is not None else endpoint.log
+        self.log_facts: Mapping[str, Value] = read_facts(path, LOG_HEAD_BYTES) if path is not None else {}
         self._wanted = frozenset[str]().union(*(each.wanted for each in self.candidates))
         self._metrics = endpoint.client(timeout_s=timeout_s, metrics=True)
         self._metrics.headers["Accept"] = _ACCEPT
@@ -163,17 +164,6 @@ def _refusal(path: str, answer: Answer, key_flag: str) -> str:
     if not answer.body.strip():
         return f"{path} answers HTTP 200 with an empty body: nothing is told, which is not zero"
     return ""
-
-
-def log_facts(log: Path | None) -> Mapping[str, Value]:
-    """Return what the head of a start-up log states, by quantity; nothing where there is no log. Only logs of ours are ever opened."""
-    if log is None:
-        return {}
-    try:
-        with log.open("rb") as file:
-            return facts(file.read(LOG_HEAD_BYTES).decode("utf-8", "replace"))
-    except OSError:
-        return {}
 
 
 def fetch(

@@ -11,11 +11,12 @@ import pytest
 from pytest_kvcache.engines import DIALECTS, RawState, Values, read, read_values
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.server.startlog import facts
 
 LLAMA = DIALECTS["llamacpp"]
 DATA = Path(__file__).parent.parent / "data"
-UNIFIED: dict[str, Value] = {"kv_unified": Reading(True, "", "start-up log: kv_unified = 'true'")}
-SPLIT: dict[str, Value] = {"kv_unified": Reading(False, "", "start-up log: kv_unified = 'false'")}
+UNIFIED: dict[str, Value] = {"pool_tokens": Reading(8192, "tokens", "start-up log: 8192 cells, 4/1 seqs")}
+SPLIT: dict[str, Value] = {"pool_tokens": Reading(8192, "tokens", "start-up log: 2048 cells, 4/4 seqs")}
 
 
 def slot(number: int, n_ctx: int = 2048, tokens: int | None = None, busy: bool = False) -> dict[str, Any]:
@@ -67,9 +68,15 @@ def test_one_slot_is_its_own_pool() -> None:
     assert (number(values, "pool_tokens"), number(values, "usage")) == (4096, 0.25)
 
 
-def test_the_cells_that_the_log_states_win() -> None:
-    values = values_of([slot(n) for n in range(4)], {**SPLIT, "pool_tokens": Reading(8448, "tokens", "start-up log: 2112 cells, 4/4 seqs")})
-    assert number(values, "pool_tokens") == 8448
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_the_pool_of_a_recorded_server_is_what_its_log_states(kind: str) -> None:
+    folder = DATA / "llamacpp"
+    log = facts((folder / f"startup-q8_0-{kind}.log").read_text())
+    values = values_of(json.loads((folder / f"slots-busy-{kind}.json").read_text()), log, (folder / f"metrics-busy-{kind}.txt").read_text())
+    assert number(values, "pool_tokens") == 16384
+    assert number(values, "used_tokens") + number(values, "free_tokens") == 16384
+    assert number(values, "pool_bytes") > 1 << 20
+    assert any("split" in note for note in values.notes) == (kind == "split")
 
 
 def test_what_an_idle_slot_keeps_is_free_for_the_next_request() -> None:
@@ -100,7 +107,7 @@ def test_slots_switched_off_leave_what_metrics_and_props_tell() -> None:
             "/slots": Missing("/slots answers HTTP 501: This server does not support slots endpoint. Start it with `--slots`"),
             "/props": json.loads((DATA / "llamacpp" / "props-unified.json").read_text()),
         },
-        log_facts={**UNIFIED, "pool_tokens": Reading(16384, "tokens", "start-up log: cells")},
+        log_facts={"pool_tokens": Reading(16384, "tokens", "start-up log: cells")},
     )
     values = read_values(LLAMA, raw)
     assert (number(values, "running"), number(values, "waiting"), number(values, "max_num_seqs")) == (4, 2, 4)

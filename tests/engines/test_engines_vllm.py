@@ -128,6 +128,20 @@ def test_the_bytes_of_the_log_are_taken_where_the_label_is_unset() -> None:
     assert number(values, "pool_bytes") == 16 << 30
 
 
+def test_the_bytes_of_one_worker_are_those_of_all_workers_that_the_log_counts() -> None:
+    log: dict[str, Value] = {"pool_bytes": Reading((1 << 30) * 4 + 7_000_000, "bytes", "start-up log: 4 workers")}
+    assert number(values_of(recorded("0.32.0-cpu.prom"), log=log), "pool_bytes") == 4 << 30
+
+
+def test_what_the_log_adds_up_is_not_added_up_again_for_each_rank() -> None:
+    text = re.sub(r'kv_cache_size_tokens="\d+"', 'kv_cache_size_tokens="None"', recorded("0.32.0-dp2.prom"))
+    log: dict[str, Value] = {"pool_tokens": Reading(131104, "tokens", "start-up log: the sum over 2 engines")}
+    values = values_of(text, log=log)
+    assert number(values, "pool_tokens") == 131104
+    # The label's blocks are per rank all the same, so a rank has its own product.
+    assert number(values, "pool_tokens", "0") == 65552
+
+
 def test_a_sleeping_engine_has_no_free_blocks_to_offer() -> None:
     text = recorded("0.32.0-cpu.prom").replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
     values = values_of(text.replace('sleep_state="discard_all"} 0.0', 'sleep_state="discard_all"} 1.0'))
@@ -239,7 +253,8 @@ def test_the_longest_request_is_that_of_the_base_model() -> None:
         ]
     }
     assert number(values_of(USAGE, json={"/v1/models": models}), "max_model_len") == 8192
-    for odd in ([], {"data": None}, {"data": [1, None]}, {"data": [{"id": "x", "max_model_len": True}]}, "text"):
+    shapes: list[Any] = [[], {"data": None}, {"data": [1, None]}, {"data": [{"id": "x", "max_model_len": True}]}, "text"]
+    for odd in shapes:
         assert reason(values_of(USAGE, json={"/v1/models": odd}), "max_model_len")
 
 
