@@ -1,0 +1,297 @@
+"""The gates of a change: the windows of one profile before and after, each quantity by its own test, an equal candidate passing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_kvcache import units
+from pytest_kvcache.analysis.timeline import Analysis
+from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
+from pytest_kvcache.judge import stats
+from pytest_kvcache.judge.gates import readings, total
+from pytest_kvcache.judge.wording import beside, gate, missing, show
+from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.records import GateRecord, QualityRow, ValueRecord
+from pytest_kvcache.settings import Settings
+
+_SURE = f"{stats.CONFIDENCE * 100:.0f} %"
+_METHOD = f"non-inferiority by Welch's t interval over windows, one-sided {_SURE}"
+TIME_FLOOR_S = 0.010
+"""A time to first token may always grow by this much: a quarter of two milliseconds is nothing that anybody waits for."""
+COUNT_MARGIN = 0.5
+"""By how much the rate of rejections or preemptions may be higher, as a share, before a change counts as worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """How much worse a change may be: usage and free space as a share of the pool, the others as a share of their value before."""
+
+    usage: float = 0.02
+    ttft: float = 0.25
+    throughput: float = 0.10
+    quality: float = 0.02
+    counts: float = COUNT_MARGIN
+
+    @classmethod
+    def of(cls, settings: Settings) -> Margins:
+        """Return the margins of a session."""
+        return cls(settings.usage_margin, settings.ttft_margin, settings.throughput_margin, settings.quality_margin)
+
+
+def not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margins: Margins) -> list[GateRecord]:
+    """Return the gates on the windows of one profile before and after a change: usage, free space, times, throughput, counts."""
+    free = next((unit for unit in ("blocks", "tokens") if _known(before, after, f"free_{unit}.tightest")), "blocks")
+    return [
+        _windows("usage_not_worse", "usage.hottest", before, after, margins.usage, higher_is_worse=True, relative=False, note=_pools(before, after)),
+        _free(f"free_{free}.tightest", before, after, margins.usage),
+        _ttft(before, after, margins.ttft),
+        _windows("throughput_not_worse", "throughput", before, after, margins.throughput, higher_is_worse=False, relative=True),
+        _counts("rejections_not_worse", "rejections", before, after, margins.counts),
+        _counts("preemptions_not_worse", "preemptions", before, after, margins.counts),
+    ]
+
+
+def _known(before: Sequence[Analysis], after: Sequence[Analysis], name: str) -> bool:
+    return not any(isinstance(readings(side, name), Missing) for side in (before, after))
+
+
+def _numbers(analyses: Sequence[Analysis], name: str) -> list[float] | Missing:
+    found = readings(analyses, name)
+    return found if isinstance(found, Missing) else [reading.number() for _, reading in found]
+
+
+def _mean(numbers: Sequence[float], unit: str) -> Reading:
+    return Reading(sum(numbers) / len(numbers), unit, f"mean of {len(numbers)} window{'s' * (len(numbers) != 1)}")
+
+
+def _windows(
+    name: str,
+    quantity: str,
+    before: Sequence[Analysis],
+    after: Sequence[Analysis],
+    margin: float,
+    *,
+    higher_is_worse: bool,
+    relative: bool,
+    note: str = "",
+) -> GateRecord:
+    both = [*before, *after]
+    left, right = _numbers(before, quantity), _numbers(after, quantity)
+    if isinstance(left, Missing) or isinstance(right, Missing):
+        lacking = left if isinstance(left, Missing) else right
+        assert isinstance(lacking, Missing)
+        side = "before" if isinstance(left, Missing) else "after"
+        reason = lacking if lacking.cannot_happen else Missing(f"{side} the change: {lacking.reason}")
+        return missing(name, quantity, reason, both, side="after", method=_METHOD)
+    unit = both[0].values[quantity].unit  # type: ignore[union-attr]
+    found = stats.not_worse(left, right, margin, lower_is_better=higher_is_worse, relative=relative)
+    old, new = _mean(left, unit), _mean(right, unit)
+    amount = "ratio" if relative else unit
+    step = " of the pool" if unit == "ratio" else ""
+    allowed = units.show(margin, amount) + step
+    direction = "higher" if higher_is_worse else "lower"
+    text = f"{show(old)} before, {show(new)} after (means of {len(left)} and {len(right)} windows)"
+    if found.estimate is None or found.high is None or found.low is None:
+        text = f"cannot tell: {text}: {found.why}"
+    else:
+        least, most = (units.show(max(end, 0.0), amount) + step for end in (found.low, found.high))
+        text += f": {f'at least {least}' if found.verdict == FAIL else f'at most {most}'} {direction} ({_SURE}), and {allowed} may be"
+    if found.verdict == INCONCLUSIVE:
+        text += f"; {_more(found, len(left), len(right))}"
+    usage = beside(after[0]) if quantity.startswith("usage") else ""
+    return gate(
+        name,
+        quantity,
+        found.verdict,
+        text + (f"; {note}" if note else ""),
+        both,
+        decisive=after[0],
+        unit=amount,
+        before=ValueRecord.of(old),
+        after=ValueRecord.of(new),
+        bound=margin,
+        bound_text=f"at most {allowed} {direction}",
+        low=found.low,
+        high=found.high,
+        method=_METHOD + (" of logarithms" if relative else ""),
+        beside=usage,
+        side="after",
+    )
+
+
+def _more(found: stats.Worsening, left: int, right: int) -> str:
+    if found.needed is None:
+        return "more windows of this spread would hardly decide it"
+    return f"about {found.needed} windows a side would decide it (there are {left} and {right})"
+
+
+def _free(quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], share: float) -> GateRecord:
+    """Judge free space: it may fall by the usage margin of the pool before."""
+    unit = quantity.removeprefix("free_").removesuffix(".tightest")
+    pools = [_pool(analysis, unit) for analysis in before]
+    known = [pool for pool in pools if pool is not None]
+    if not known:
+        return missing(
+            "free_not_worse", quantity, Missing("the size of the pool before is not known"), [*before, *after], side="after", method=_METHOD
+        )
+    margin = float(max(round(share * sum(known) / len(known)), 1))
+    return _windows("free_not_worse", quantity, before, after, margin, higher_is_worse=False, relative=False)
+
+
+def _pool(analysis: Analysis, unit: str) -> float | None:
+    names = ("usable_blocks", "pool_blocks") if unit == "blocks" else ("pool_tokens",)
+    return next((v.number() for name in names if isinstance(v := analysis.values.get(name), Reading)), None)
+
+
+def _pools(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:
+    """Return how the pool itself changed, in words; a smaller ratio of a larger pool is not less use."""
+    parts = []
+    for name, peak in (("pool_blocks", "used_blocks.peak"), ("pool_tokens", "used_tokens.peak"), ("pool_bytes", "")):
+        old, new = before[0].values.get(name), after[0].values.get(name)
+        if not isinstance(old, Reading) or not isinstance(new, Reading) or old.value == new.value:
+            continue
+        text = f"the pool was {show(old)} and is {show(new)}"
+        most = [max(side) for side in (_numbers(before, peak), _numbers(after, peak)) if not isinstance(side, Missing)] if peak else []
+        if len(most) == 2:
+            text += f" (used at most {most[0]:,.0f} and {most[1]:,.0f})"
+        parts.append(text)
+    return "; ".join(parts)
+
+
+def _ttft(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
+    left = _numbers(before, "ttft.p50")
+    mean = 0.0 if isinstance(left, Missing) else sum(left) / len(left)
+    if 0 < margin * mean < TIME_FLOOR_S:
+        return _windows("ttft_not_worse", "ttft.p50", before, after, TIME_FLOOR_S, higher_is_worse=True, relative=False)
+    return _windows("ttft_not_worse", "ttft.p50", before, after, margin, higher_is_worse=True, relative=True)
+
+
+def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
+    both = [*before, *after]
+    sides: list[list[tuple[int, float]]] = []
+    for side in (before, after):
+        events, sent = readings(side, quantity), readings(side, "requests.sent")
+        if isinstance(events, Missing) or isinstance(sent, Missing):
+            lacking = events if isinstance(events, Missing) else sent
+            assert isinstance(lacking, Missing)
+            return missing(name, quantity, lacking, both, side="after")
+        sides.append([(int(k.number()), e.number()) for (_, k), (_, e) in zip(events, sent, strict=True)])
+    old, new = total(before, quantity), total(after, quantity)
+    found = stats.counts_not_worse(sides[0], sides[1], margin)
+    exposure = [sum(e for _, e in side) for side in sides]
+    counts = [sum(k for k, _ in side) for side in sides]
+    text = f"{counts[0]} of {exposure[0]:.0f} requests before, {counts[1]} of {exposure[1]:.0f} after"
+    if quantity == "preemptions":
+        text = f"{counts[0]} over {exposure[0]:.0f} requests before, {counts[1]} over {exposure[1]:.0f} after"
+    if counts[1] == 0:
+        text += f": none after the change; at most {units.show(found.rate_upper, 'ratio')} of requests ({_SURE})"
+    elif found.verdict == PASS:
+        text += f": at most {found.ratio_upper:.2f} times the rate before ({_SURE}), and {1 + margin:.2f} times may be"
+    elif found.verdict == FAIL:
+        text += f": the rate rose (p = {found.p_worse:.2g})"
+    else:
+        text += f": a rise is neither shown (p = {found.p_worse:.2g}) nor excluded; longer or more windows would decide it"
+    if found.dispersion > 1.5:
+        text += f"; they come in bursts, so they were weighed as {found.dispersion:.1f} times fewer"
+    return gate(
+        name,
+        quantity,
+        found.verdict,
+        text,
+        both,
+        decisive=after[0],
+        before=ValueRecord.of(old),
+        after=ValueRecord.of(new),
+        unit=old.unit if isinstance(old, Reading) else "",
+        bound=1 + margin,
+        bound_text=f"at most {1 + margin:.2f} times the rate before, or none",
+        method=f"exact conditional binomial test of two rates, one-sided {_SURE}",
+        side="after",
+    )
+
+
+def quality_not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
+    """Judge quality items paired by their id: FAIL by exact McNemar, PASS where the loss is bounded by ``margin``, else INCONCLUSIVE."""
+    name, quantity = "quality_not_worse", "quality.pass_rate"
+    both = [*before, *after]
+    limit = f"at most {units.show(margin, 'ratio')} of the items lost"
+    fields: dict[str, Any] = {"bound": margin, "bound_text": limit, "side": "after", "method": f"paired items, exact one-sided McNemar test, {_SURE}"}
+    sides = [_asked(side) for side in (before, after)]
+    common = [item for item in sides[0] if item in sides[1]]
+    if not common:
+        return missing(name, quantity, Missing("no quality item was asked on both sides"), both, **fields)
+    changed = [item for item in common if sides[0][item].expected_hash != sides[1][item].expected_hash]
+    if changed:
+        text = f"{len(changed)} items of one id ask or expect something else after the change, such as {changed[0]!r}: they do not pair"
+        return gate(name, quantity, "INVALID", text, both, **fields)
+    pairs = [(sides[0][item], sides[1][item]) for item in common]
+    lost = [after_row for before_row, after_row in pairs if before_row.passed and not after_row.passed]
+    gained = sum(after_row.passed and not before_row.passed for before_row, after_row in pairs)
+    found = stats.paired_quality(len(lost), gained, len(pairs), margin)
+    rates: list[Value] = [Reading(sum(pair[i].passed for pair in pairs) / len(pairs), "ratio", f"of {len(pairs)} paired items") for i in (0, 1)]
+    text = f"{show(rates[0])} of {len(pairs)} paired items passed before, {show(rates[1])} after: {len(lost)} lost, {gained} gained"
+    if found.verdict == FAIL:
+        text += f" (p = {found.p_worse:.2g}); lost by length: {_by_length(lost, pairs)}"
+    else:
+        text += f"; at most {units.show(found.loss_upper, 'ratio')} lost ({_SURE}), and {units.show(margin, 'ratio')} may be"
+    if found.verdict == INCONCLUSIVE:
+        text += f"; about {found.needed:,} items would decide it" if found.needed else "; more items like these would not make it pass"
+    errors = sum(bool(row.error) for _, row in pairs)
+    text += f"; {errors} got no answer after the change" if errors else ""
+    garbage = sum(bool(row.note) for _, row in pairs)
+    text += f"; {garbage} answers are one character over and over" if garbage else ""
+    only = [len(side) - len(common) for side in sides]
+    text += f"; {only[0]} were asked only before and {only[1]} only after" if any(only) else ""
+    return gate(
+        name,
+        quantity,
+        found.verdict,
+        text,
+        both,
+        decisive=after[0],
+        unit="ratio",
+        before=ValueRecord.of(rates[0]),
+        after=ValueRecord.of(rates[1]),
+        high=found.loss_upper,
+        **fields,
+    )
+
+
+def _asked(analyses: Sequence[Analysis]) -> Mapping[str, QualityRow]:
+    """Return the first answer to each item of a side."""
+    rows: dict[str, QualityRow] = {}
+    for analysis in analyses:
+        for row in analysis.run.quality():
+            rows.setdefault(row.item, row)
+    return rows
+
+
+def _by_length(lost: Sequence[QualityRow], pairs: Sequence[tuple[QualityRow, QualityRow]]) -> str:
+    asked: dict[int, int] = {}
+    gone: dict[int, int] = {}
+    for _, row in pairs:
+        asked[row.length_tokens] = asked.get(row.length_tokens, 0) + 1
+    for row in lost:
+        gone[row.length_tokens] = gone.get(row.length_tokens, 0) + 1
+    return ", ".join(f"{gone[length]} of {asked[length]} at {length:,} tokens" for length in sorted(gone)[:8])
+
+
+def probe_not_worse(before: Sequence[Analysis], after: Sequence[Analysis]) -> GateRecord:
+    """Judge single requests: one that was answered before must be answered after, one that was refused may also be answered."""
+    name, quantity = "probe_not_worse", "requests.ok"
+    both = [*before, *after]
+    outcome = [_outcome(side) for side in (before, after)]
+    verdict = PASS if outcome[1] in {outcome[0], "answered"} else FAIL
+    text = f"the request was {outcome[0]} before and {outcome[1]} after"
+    old, new = total(before, quantity), total(after, quantity)
+    return gate(name, quantity, verdict, text, both, decisive=after[0], before=ValueRecord.of(old), after=ValueRecord.of(new), side="after")
+
+
+def _outcome(analyses: Sequence[Analysis]) -> str:
+    kinds = sorted({kind for analysis in analyses for kind in analysis.rejections})
+    if kinds:
+        return ", ".join(kinds)
+    served = total(analyses, "requests.ok")
+    return "answered" if isinstance(served, Reading) and served.number() else "not answered in full"

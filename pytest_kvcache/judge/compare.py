@@ -1,0 +1,170 @@
+"""Two sides of a change: may they be compared at all, what else differs, and the gates of every profile measured on both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pytest_kvcache import units
+from pytest_kvcache.analysis.soundness import Problem
+from pytest_kvcache.analysis.timeline import Analysis
+from pytest_kvcache.conditions import INCONCLUSIVE, INVALID
+from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse, quality_not_worse
+from pytest_kvcache.judge.gates import worst
+from pytest_kvcache.judge.validity import check_pair, check_side, launches
+from pytest_kvcache.judge.wording import evidence
+from pytest_kvcache.quantities import QUANTITIES, Missing, Value
+from pytest_kvcache.records import ConfigChange, GateRecord, Run, RunRecord
+from pytest_kvcache.settings import Settings
+
+RESTARTS_NOT_COVERED = "the spread between restarts is not covered: all windows of a side were measured on one start of the server"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A judged change. ``problems`` are what made it INVALID as a whole, ``notes`` what limits what it tells."""
+
+    gates: list[GateRecord]
+    config_diff: list[ConfigChange]
+    verdict: str
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Settings | None = None) -> Comparison:
+    """Judge the side after the change against the side before it, profile by profile, with the margins of ``settings``.
+
+    Runs pair by profile. Another engine, model, API or workload makes the gates INVALID, and a profile that was measured only
+    before makes one INCONCLUSIVE; what was measured only after is noted. Raises ValueError where a side is empty.
+    """
+    if not before or not after:
+        raise ValueError("both sides of a comparison need at least one Run")
+    margins = Margins.of(settings) if settings is not None else Margins()
+    problems = [*check_pair(before[0].run.record, after[0].run.record), *check_side(before), *check_side(after)]
+    sides = _by_profile(before), _by_profile(after)
+    gates: list[GateRecord] = []
+    notes: list[str] = []
+    for key, old in sides[0].items():
+        new = sides[1].get(key)
+        if new is None:
+            gates.append(_lonely(key, old))
+            continue
+        found = _gates(key, old, new, margins)
+        unequal = _workload(key, old, new)
+        gates += [_invalid(gate, [*problems, *unequal]) for gate in found]
+    only_after = [_title(key) for key in sides[1] if key not in sides[0]]
+    if only_after:
+        notes.append(f"measured only after the change, and so not compared: {', '.join(only_after)}")
+    if launches(before) < 2 or launches(after) < 2:
+        notes.append(RESTARTS_NOT_COVERED)
+    verdict = worst(gate.verdict for gate in gates if gate.applicable)
+    return Comparison(gates, config_diff(before[0].run, after[0].run), verdict, notes, problems)
+
+
+_Key = tuple[str, bool]
+
+
+def _by_profile(analyses: Sequence[Analysis]) -> dict[_Key, list[Analysis]]:
+    """Return the windows by profile; probes of single requests apart from windows of the same profile."""
+    found: dict[_Key, list[Analysis]] = {}
+    for analysis in analyses:
+        record = analysis.run.record
+        found.setdefault((record.profile, bool(record.options.get("requests"))), []).append(analysis)
+    return found
+
+
+def _title(key: _Key) -> str:
+    return f"{key[0]} (single requests)" if key[1] else key[0]
+
+
+def _gates(key: _Key, before: Sequence[Analysis], after: Sequence[Analysis], margins: Margins) -> list[GateRecord]:
+    asked = [any(not isinstance(analysis.quality, Missing) for analysis in side) for side in (before, after)]
+    loaded = any(analysis.facts.loaded for analysis in (*before, *after))
+    found: list[GateRecord] = []
+    if loaded:
+        found += [probe_not_worse(before, after)] if key[1] else not_worse(before, after, margins)
+    if any(asked) or not loaded:
+        found.append(quality_not_worse(before, after, margins.quality))
+    return found
+
+
+def _workload(key: _Key, before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Problem]:
+    """Return why the two sides were not asked the same; quality items pair one by one instead."""
+    if not any(analysis.facts.loaded for analysis in (*before, *after)):
+        return []
+    hashes = [{analysis.run.record.window: analysis.run.record.workload for analysis in side} for side in (before, after)]
+    shared = set(hashes[0]) & set(hashes[1])
+    if not shared or any(hashes[0][window] != hashes[1][window] for window in shared):
+        return [
+            Problem(
+                "workload",
+                f"{_title(key)} pressed with another load before than after (users, duration, lengths, seed or max length differ)",
+                "measure both sides with the same options; where max_model_len itself changed, ask for lengths that both serve",
+            )
+        ]
+    return []
+
+
+def _lonely(key: _Key, before: Sequence[Analysis]) -> GateRecord:
+    return GateRecord(
+        "measured_on_both_sides",
+        "requests.sent",
+        INCONCLUSIVE,
+        f"{_title(key)} was measured before the change and not after it",
+        lane=key[0],
+        side="before",
+        evidence=evidence(before[0]),
+    )
+
+
+def _invalid(gate: GateRecord, problems: Sequence[Problem]) -> GateRecord:
+    if not problems or not gate.applicable:
+        return gate
+    text = f"cannot be compared: {problems[0].text}; to mend it: {problems[0].mend}. Not judged: {gate.text}"
+    return msgspec.structs.replace(gate, verdict=INVALID, text=text)
+
+
+def config_diff(before: Run, after: Run) -> list[ConfigChange]:
+    """Return how the effective configurations differ: what each server states, its version, the replicas and the launch command."""
+    left, right = before.record, after.record
+    changes = []
+    names = [name for name in QUANTITIES if name in left.config or name in right.config]
+    names += sorted({*left.config, *right.config} - set(names))
+    for name in names:
+        old, new = (_shown(name, record) for record in (left, right))
+        if old != new:
+            changes.append(ConfigChange(name, old, new))
+    facts: list[tuple[str, Any, Any]] = [
+        ("engine", left.engine, right.engine),
+        ("engine_version", left.engine_version, right.engine_version),
+        ("model", left.model, right.model),
+        ("replicas", len(left.endpoints), len(right.endpoints)),
+        ("launch_command", _words(left), _words(right)),
+    ]
+    changes += [ConfigChange(name, str(old) or "not told", str(new) or "not told") for name, old, new in facts if old != new]
+    return changes
+
+
+def _shown(name: str, record: RunRecord) -> str:
+    held = record.config.get(name)
+    value: Value = held.to_value() if held is not None else Missing("not read")
+    if isinstance(value, Missing):
+        return "not told"
+    return units.show(value.value, value.unit)
+
+
+def _words(record: RunRecord) -> str:
+    """Return the launch command without its port, which is another at each start."""
+    words: list[str] = []
+    skip = False
+    for word in record.launch_command:
+        if skip:
+            skip = False
+        elif word == "--port":
+            skip = True
+        elif not word.startswith("--port="):
+            words.append(word)
+    return " ".join(words)

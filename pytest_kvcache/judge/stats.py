@@ -1,0 +1,218 @@
+"""The statistics of the gates, on scipy's distributions. Every bound is one-sided at CONFIDENCE unless it says otherwise.
+
+Window values (a peak, a percentile, a rate) are compared by Welch's t interval, counts by the exact conditional binomial test of two
+Poisson rates, quality by the exact McNemar test on paired items, and single rates by Clopper-Pearson.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
+
+CONFIDENCE = 0.95
+FEWEST_WINDOWS = 2
+MOST_WINDOWS = 200
+MOST_ITEMS = 100_000
+
+
+def proportion_upper(count: int, of: int, confidence: float = CONFIDENCE) -> float:
+    """Return the upper Clopper-Pearson bound of a share; of 0 in n it is about 3/n. 1 where nothing was seen."""
+    if of <= 0:
+        return 1.0
+    return float(_scipy().binomtest(count, of, alternative="less").proportion_ci(confidence, method="exact").high)
+
+
+def proportion_lower(count: int, of: int, confidence: float = CONFIDENCE) -> float:
+    """Return the lower Clopper-Pearson bound of a share. 0 where nothing was seen."""
+    if of <= 0:
+        return 0.0
+    return float(_scipy().binomtest(count, of, alternative="greater").proportion_ci(confidence, method="exact").low)
+
+
+@dataclass(frozen=True, slots=True)
+class Worsening:
+    """How much worse the side after the change is, in the unit of the margin: ``estimate`` with one-sided bounds ``low`` and ``high``.
+
+    ``needed`` is how many windows a side would decide, were the spread to stay as it is: None where that is not known.
+    """
+
+    verdict: str
+    estimate: float | None = None
+    low: float | None = None
+    high: float | None = None
+    needed: int | None = None
+    why: str = ""
+
+
+def not_worse(before: Sequence[float], after: Sequence[float], margin: float, *, lower_is_better: bool, relative: bool) -> Worsening:
+    """Judge non-inferiority of window values: PASS where the worsening is below ``margin`` at CONFIDENCE, FAIL where it is above.
+
+    ``relative`` compares logarithms, and then ``margin`` is a share of the side before: 0.25 lets a time grow, or a rate fall, by
+    25 %. Where no value of either side varies at all, the interval is the point: what repeats exactly is known exactly.
+    """
+    n, m = len(before), len(after)
+    if min(n, m) < FEWEST_WINDOWS:
+        return Worsening(INCONCLUSIVE, needed=FEWEST_WINDOWS, why=f"{n} window{'s' * (n != 1)} before and {m} after; their spread is not known")
+    if relative:
+        if min(*before, *after) <= 0:
+            return Worsening(INCONCLUSIVE, why="a value of zero has no ratio")
+        left, right = [math.log(v) for v in before], [math.log(v) for v in after]
+        bound = math.log1p(margin) if lower_is_better else -math.log1p(-margin) if margin < 1 else math.inf
+    else:
+        left, right, bound = list(before), list(after), margin
+    sign = 1.0 if lower_is_better else -1.0
+    estimate = sign * (_mean(right) - _mean(left))
+    low, high = _welch(left, right, estimate)
+    verdict = PASS if high <= bound else FAIL if low > bound else INCONCLUSIVE
+    needed = _windows_needed(left, right, abs(bound - estimate)) if verdict == INCONCLUSIVE else None
+
+    def shown(value: float) -> float:
+        if not relative:
+            return value
+        return math.expm1(value) if lower_is_better else -math.expm1(-value)
+
+    return Worsening(verdict, shown(estimate), shown(low), shown(high), needed)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    # equal values have no variance, whatever rounding makes of their mean
+    if min(values) == max(values):
+        return 0.0
+    mean = _mean(values)
+    return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+
+
+def _welch(left: Sequence[float], right: Sequence[float], estimate: float) -> tuple[float, float]:
+    """Return the one-sided bounds of a difference of means, by Welch's t with Satterthwaite's degrees of freedom."""
+    parts = [_variance(left) / len(left), _variance(right) / len(right)]
+    spread = sum(parts)
+    if spread <= 0:
+        return estimate, estimate
+    freedom = spread**2 / (parts[0] ** 2 / (len(left) - 1) + parts[1] ** 2 / (len(right) - 1))
+    half = float(_scipy().t.ppf(CONFIDENCE, freedom)) * math.sqrt(spread)
+    return estimate - half, estimate + half
+
+
+def _windows_needed(left: Sequence[float], right: Sequence[float], distance: float) -> int | None:
+    """Return the windows a side at which the interval would be shorter than the distance to the margin; None beyond MOST_WINDOWS."""
+    spread = _variance(left) + _variance(right)
+    t = _scipy().t
+    for n in range(max(len(left), len(right)) + 1, MOST_WINDOWS + 1):
+        if float(t.ppf(CONFIDENCE, 2 * (n - 1))) * math.sqrt(spread / n) < distance:
+            return n
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RateChange:
+    """Two counts over their exposures: ``p_worse`` of the exact one-sided test that the rate rose, and the upper bound of their ratio.
+
+    ``dispersion`` above 1 says that events come in bursts; the counts were then weighed as that many times fewer.
+    """
+
+    verdict: str
+    p_worse: float
+    ratio_upper: float
+    rate_upper: float
+    dispersion: float = 1.0
+
+
+def counts_not_worse(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]], margin: float) -> RateChange:
+    """Judge event counts, each window as (events, exposure): whether their rate after the change is no higher than before.
+
+    PASS where none happened after the change (the bound says how rare it may be), or where the ratio of rates is below
+    ``1 + margin``; FAIL where the exact conditional test is significant; else INCONCLUSIVE.
+    """
+    stats = _scipy()
+    k1, e1 = sum(k for k, _ in before), sum(e for _, e in before)
+    k2, e2 = sum(k for k, _ in after), sum(e for _, e in after)
+    if e1 <= 0 or e2 <= 0:
+        return RateChange(INCONCLUSIVE, 1.0, math.inf, math.inf)
+    rate_upper = float(stats.chi2.ppf(CONFIDENCE, 2 * (k2 + 1))) / 2 / e2
+    if k2 == 0:
+        return RateChange(PASS, 1.0, math.inf if k1 == 0 else 1.0, rate_upper)
+    phi = max(1.0, _dispersion([before, after]))
+    w1, w2 = round(k1 / phi), max(1, round(k2 / phi))
+    share = e2 / (e1 + e2)
+    p_worse = float(stats.binomtest(w2, w1 + w2, share, alternative="greater").pvalue)
+    upper = proportion_upper(w2, w1 + w2)
+    ratio_upper = upper / (1 - upper) * e1 / e2 if upper < 1 else math.inf
+    verdict = FAIL if p_worse < 1 - CONFIDENCE else PASS if ratio_upper <= 1 + margin else INCONCLUSIVE
+    return RateChange(verdict, p_worse, ratio_upper, rate_upper, phi)
+
+
+def _dispersion(sides: Sequence[Sequence[tuple[int, float]]]) -> float:
+    """Return Pearson's chi-square over its degrees of freedom, within the sides: 1 for independent events, more for bursts."""
+    total, freedom = 0.0, 0
+    for side in sides:
+        events, exposure = sum(k for k, _ in side), sum(e for _, e in side)
+        if not events or len(side) < 2:
+            continue
+        rate = events / exposure
+        total += sum((k - rate * e) ** 2 / (rate * e) for k, e in side if e > 0)
+        freedom += len(side) - 1
+    return total / freedom if freedom else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PairedLoss:
+    """Quality items asked on both sides: ``lost`` passed only before, ``gained`` only after. ``loss_upper`` bounds the share lost.
+
+    ``needed`` is how many items would decide, were the share lost to stay as it is; None where more items cannot make it a PASS.
+    """
+
+    verdict: str
+    items: int
+    lost: int
+    gained: int
+    p_worse: float
+    loss_upper: float
+    needed: int | None = None
+
+
+def paired_quality(lost: int, gained: int, items: int, margin: float) -> PairedLoss:
+    """Judge paired items: FAIL by the exact one-sided McNemar test, PASS where the upper bound of the loss is under ``margin``.
+
+    The bound counts losses alone and no gains, which makes it too wide rather than too narrow.
+    """
+    changed = lost + gained
+    p_worse = float(_scipy().binomtest(lost, changed, 0.5, alternative="greater").pvalue) if changed else 1.0
+    upper = proportion_upper(lost, items)
+    if p_worse < 1 - CONFIDENCE:
+        return PairedLoss(FAIL, items, lost, gained, p_worse, upper)
+    if upper <= margin:
+        return PairedLoss(PASS, items, lost, gained, p_worse, upper)
+    return PairedLoss(INCONCLUSIVE, items, lost, gained, p_worse, upper, items_needed(lost, items, margin))
+
+
+def items_needed(lost: int, items: int, margin: float) -> int | None:
+    """Return the items at which the loss would be bounded by ``margin``, were its share to stay; None where it never would be."""
+    share = lost / items if items else 0.0
+    if share >= margin:
+        return None
+    low, high = max(items, 1), max(items, 1)
+    while proportion_upper(math.ceil(share * high), high) > margin:
+        low, high = high, high * 2
+        if high > MOST_ITEMS:
+            return None
+    while low < high:
+        middle = (low + high) // 2
+        if proportion_upper(math.ceil(share * middle), middle) > margin:
+            low = middle + 1
+        else:
+            high = middle
+    return high
+
+
+def _scipy() -> Any:
+    from scipy import stats
+
+    return stats

@@ -1,0 +1,80 @@
+"""Is the evidence sound? Of one Run, by the rules of analysis/soundness.py; of one side, that its windows measured one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pytest_kvcache.analysis.soundness import Limits, Problem
+from pytest_kvcache.analysis.timeline import Analysis
+from pytest_kvcache.quantities import QUANTITIES, Reading
+from pytest_kvcache.records import RunRecord
+
+__all__ = ["Limits", "Problem", "check", "check_pair", "check_side"]
+
+
+def check(analysis: Analysis) -> list[Problem]:
+    """Return what makes one Run unsound; ``analyse`` found it, with its own Limits where they were given."""
+    return list(analysis.problems)
+
+
+def check_side(analyses: Sequence[Analysis]) -> list[Problem]:
+    """Return what makes the windows of one side unfit to stand together: another engine, model or configuration in between."""
+    found: list[Problem] = []
+    facts = ["engine", "engine_version", "model"]
+    for name in facts:
+        seen = list(dict.fromkeys(str(getattr(analysis.run.record, name)) for analysis in analyses))
+        if len(seen) > 1:
+            found.append(_mixed(f"{name.replace('_', ' ')} {' and '.join(seen[:3])}"))
+    for name, quantity in QUANTITIES.items():
+        if quantity.kind != "config":
+            continue
+        values = [record.to_value() for analysis in analyses if (record := analysis.run.record.config.get(name)) is not None]
+        shown = list(dict.fromkeys(str(value.value) for value in values if isinstance(value, Reading)))
+        if len(shown) > 1 and not _per_launch(name, analyses):
+            found.append(_mixed(f"{quantity.title} {' and '.join(shown[:3])}"))
+    return found
+
+
+def _mixed(what: str) -> Problem:
+    return Problem(
+        "mixed", f"the windows of one side were measured on different servers: {what}", "measure all windows of a side on one configuration"
+    )
+
+
+def _per_launch(name: str, analyses: Sequence[Analysis]) -> bool:
+    """Return whether a difference is what restarts alone bring: an engine that sizes its pool by free memory finds another each time."""
+    return name in {"pool_blocks", "usable_blocks", "pool_tokens", "pool_bytes", "max_concurrency"} and launches(analyses) > 1
+
+
+def launches(analyses: Sequence[Analysis]) -> int:
+    """Return how many starts of the server a side covers, by the start times that it told; 1 where it told none."""
+    starts: list[float] = []
+    for analysis in analyses:
+        for snapshot in analysis.run.record.before[:1]:
+            value = snapshot.value("start_time")
+            if isinstance(value, Reading) and all(abs(value.number() - known) > 2.0 for known in starts):
+                starts.append(value.number())
+    return max(len(starts), 1)
+
+
+def check_pair(before: RunRecord, after: RunRecord) -> list[Problem]:
+    """Return why two Runs cannot be compared: another engine, another model, embedded against a real server, another API."""
+    found = []
+    for name, shown in (("engine", "engine"), ("model", "model")):
+        left, right = getattr(before, name), getattr(after, name)
+        if left != right:
+            found.append(
+                Problem(
+                    name,
+                    f"the {shown} is {left or 'unknown'} before and {right or 'unknown'} after",
+                    f"compare Runs of one {shown}; save a new baseline",
+                )
+            )
+    if before.embedded != after.embedded:
+        sides = ("the embedded engine", "a server of yours")
+        left, right = (sides[not record.embedded] for record in (before, after))
+        found.append(Problem("embedded", f"before was measured on {left} and after on {right}", "measure both sides on your server"))
+    apis = [str(record.settings.get("api", {}).get("value", "")) for record in (before, after)]
+    if apis[0] != apis[1]:
+        found.append(Problem("api", f"before was measured through {apis[0]} and after through {apis[1]}", "use one --kv-api on both sides"))
+    return found
