@@ -74,7 +74,7 @@ FAILED_NOTE = "failed"
 ENVIRONMENT = "PYTEST_KVCACHE_LOAD_JSON"
 
 _WORKLOAD_OPTIONS = (
-    "lanes", "users", "duration_s", "requests", "output_tokens", "api", "max_model_len", "think_s", "ignore_eos",
+    "lanes", "users", "duration_s", "requests", "output_tokens", "api", "max_model_len", "ramp_s", "think_s", "ignore_eos",
     "extra_body", "profile_options", "endpoints",
 )  # fmt: skip
 

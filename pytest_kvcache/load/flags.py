@@ -32,6 +32,7 @@ _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("seed", 1, "seed of lengths and prompts", True),
     ("nonce", "", "text that makes the prompts of this run differ from all others; default: a new one for each run", False),
     ("lengths", "auto", f"how exact lengths are made: auto, {', '.join(SOURCES)}", True),
+    ("ramp_s", 0.0, "seconds over which the users start, evenly; 0 starts all at once, and equal requests then go in lockstep", True),
     ("think_s", 0.0, "seconds that a user waits after an answer", True),
     ("backoff_s", 0.25, "seconds that a user waits after a refusal or a broken connection; nothing is retried", True),
     ("request_timeout_s", 300.0, "longest time in seconds that one request may take", True),
@@ -60,6 +61,7 @@ class Knobs:
     seed: int = 1
     nonce: str = ""
     lengths: str = "auto"
+    ramp_s: float = 0.0
     think_s: float = 0.0
     backoff_s: float = 0.25
     request_timeout_s: float = 300.0

@@ -177,6 +177,7 @@ class LoadSession:
             "length_overhead": prepared.vocabulary.overhead,
             "ignore_eos": prepared.ignore_eos,
             "expects_usage": prepared.expects_usage,
+            "ramp_s": knobs.ramp_s,
             "think_s": knobs.think_s,
             "backoff_s": knobs.backoff_s,
             "request_timeout_s": knobs.request_timeout_s,
@@ -208,10 +209,12 @@ class LoadSession:
         self.in_flight += 1
         return number
 
-    def next_target(self) -> int:
-        """Return the index of the server for the next user: all in turn."""
+    def place(self) -> tuple[int, float]:
+        """Return (index of its server, seconds until its start) for the next user: servers in turn, starts evenly over the ramp."""
+        number = self._users
         self._users += 1
-        return (self._users - 1) % max(1, len(self.targets))
+        users = max(1, int(getattr(self.environment.runner, "target_user_count", 1)))
+        return number % max(1, len(self.targets)), self.knobs.ramp_s * (number % users) / users
 
     def head(self, index: int, output_tokens: int) -> bytes:
         """Return the JSON of a request up to its prompt; made once for each server and number of tokens."""

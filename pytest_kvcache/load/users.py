@@ -95,9 +95,11 @@ class KvUser(FastHttpUser):
         return _session.knobs.profile_options[name]
 
     def on_start(self) -> None:
-        """Choose the server that this user keeps to."""
+        """Choose the server that this user keeps to, and wait for this user's part of the ramp."""
         if _session is not None and _session.targets:
-            self._index = _session.next_target()
+            self._index, wait_s = _session.place()
+            if wait_s > 0:
+                gevent.sleep(wait_s)
             target = _session.targets[self._index]
             self._headers = target.request_headers()
             self._name = f"{target.path} {self.lane}"

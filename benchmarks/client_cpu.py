@@ -1,0 +1,114 @@
+"""What the load client costs: CPU seconds per million streamed tokens, and how true its time to first token is.
+
+usage: python benchmarks/client_cpu.py [--seconds 8] [--pairs 3]
+
+Two settings against the same mock server: 64-token streams as fast as they come with 32 users, and paced at 20 ms per token
+after 50 ms with 200 users. In each, our profile (every row written, prompts made, events decoded) and a plain FastHttpUser loop
+run in turn; the ratio of a pair is the figure that a noisy machine cannot spoil. CPU is user + system time of the load process
+from the start of the load to its end, without imports. The time to first token is compared with the one that the server really
+kept; users start spread over one stream, for users in lockstep measure the queue in front of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tabulate import tabulate
+
+from pytest_kvcache.load.contract import read_load, read_rows
+from pytest_kvcache.load.runner import run_load
+from pytest_kvcache.server.address import parse_endpoint
+from pytest_kvcache.settings import Settings
+
+HERE = Path(__file__).parent
+TOKENS = 64
+
+
+@contextmanager
+def mock(ttft_s: float, itl_s: float) -> Iterator[str]:
+    """Yield the address of a mock server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, str(HERE / "mock_sse.py"), str(port), str(TOKENS), str(ttft_s), str(itl_s)]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(100):
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def kept(url: str) -> float:
+    """Return the median time to first token that the mock kept since it was asked last."""
+    with urllib.request.urlopen(url + "/stats", timeout=10) as answer:
+        return float(json.load(answer)["ttft_s"])
+
+
+def ours(url: str, users: int, seconds: float, ramp_s: float) -> tuple[float, float, float]:
+    """Return (CPU seconds per million tokens, error of the median time to first token in seconds, p99 of the loop's lag)."""
+    kept(url)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"stop_timeout_s": 5, "median": 64, "sigma": 0.3, "ramp_s": ramp_s}
+        result = run_load(
+            [parse_endpoint(url, Settings())], "normal", Path(folder), users=users, duration_s=seconds, output_tokens=TOKENS, options=options
+        )
+        rows = [row for row in read_rows(result.rows_path) if row.outcome == "ok"]
+        end = read_load(result.rows_path).ends[0]
+    tokens = sum(row.completion_tokens or 0 for row in rows)
+    firsts = [row.first_token_s - row.sent_s for row in rows if row.first_token_s is not None]
+    return end.cpu_s / tokens * 1e6, statistics.median(firsts) - kept(url), end.lag_p99_s
+
+
+def plain(url: str, users: int, seconds: float, ramp_s: float) -> float:
+    """Return CPU seconds per million tokens of a plain loop."""
+    words = [sys.executable, "-m", "locust", "-f", str(HERE / "plain_user.py"), "--headless", "--only-summary", "-H", url]
+    words += ["-u", str(users), "-r", str(users), "-t", f"{int(seconds)}s", "-s", "5s"]
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"BENCHMARK_RAMP_S": str(ramp_s)}
+        out = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds + 60, check=False).stdout
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    return float(found["cpu_s"]) / float(found["tokens"]) * 1e6
+
+
+def main() -> None:
+    """Run both settings and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of one run")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of runs in each setting")
+    arguments = parser.parse_args()
+    table = []
+    settings = (("as fast as they come, 32 users", 0.0, 0.0, 32, 7.0), ("20 ms per token, 200 users", 0.05, 0.02, 200, 35.0))
+    for name, ttft_s, itl_s, users, budget in settings:
+        pairs = []
+        ramp_s = ttft_s + TOKENS * itl_s
+        with mock(ttft_s, itl_s) as url:
+            for _ in range(arguments.pairs):
+                mine = ours(url, users, arguments.seconds, ramp_s)
+                pairs.append((*mine, plain(url, users, arguments.seconds, ramp_s)))
+        cpu, first, lag, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(pair[0] / pair[3] for pair in pairs)
+        off = f"{first * 1e3:+.2f} ms" if ttft_s else "-"
+        table.append([name, f"{cpu:.2f}", f"{budget:g}", f"{other:.2f}", f"{ratio:.2f}", off, f"{lag * 1e3:.1f} ms"])
+    headers = ["64-token streams", "CPU s per 1M tokens", "budget", "plain loop", "ratio", "median TTFT off by", "loop lag p99"]
+    print(tabulate(table, headers=headers))
+
+
+if __name__ == "__main__":
+    main()
