@@ -36,7 +36,7 @@ class Trace:
 
     def peak(self) -> float:
         """Return the highest usage, or -1 where none was read."""
-        return max((v for v in self.usage if math.isfinite(v)), default=-1.0)
+        return _highest(self.usage, -1.0)
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,24 @@ class Scale:
     bound: float | None = None
 
 
+def _highest(values: Sequence[float], default: float) -> float:
+    """Return the highest of the values that are there, or ``default``."""
+    import numpy as np
+
+    column = np.asarray(values, dtype=np.float64)
+    there = column[np.isfinite(column)]
+    return float(there.max()) if len(there) else default
+
+
 def scale_of(traces: Sequence[Trace], unit: str, pool: str, bound: float | None = None) -> Scale:
     """Return the axes that hold every trace. ``pool`` is the pool's size as people read it."""
 
     def top(*columns: Sequence[float]) -> float:
-        return max((v for column in columns for v in column if math.isfinite(v)), default=0.0)
+        return max((_highest(column, 0.0) for column in columns), default=0.0)
 
-    times = [t for trace in traces for t in (min(trace.t_s, default=0.0), max(trace.t_s, default=0.0))]
     return Scale(
-        min(times, default=0.0),
-        max(times, default=1.0),
+        min((trace.t_s[0] for trace in traces if len(trace.t_s)), default=0.0),
+        max((trace.t_s[-1] for trace in traces if len(trace.t_s)), default=1.0),
         top(*(t.free for t in traces)),
         top(*(c for t in traces for c in (t.running, t.waiting))),
         top(*(c for t in traces for c in (t.used_tokens, t.payload_tokens, t.payload_upper))),
@@ -122,10 +130,14 @@ def _draw(axes: Axes, trace: Trace, column: str, points: int, **style: Any) -> N
 
 def _mark(axes: Axes, trace: Trace, column: str, pick: Any, text: Any, colour: str) -> None:
     """Put a dot and its figure on the highest or lowest value of a line, kept inside the axes."""
-    real = [(v, t) for t, v in zip(trace.t_s, getattr(trace, column), strict=True) if math.isfinite(v)]
-    if not real:
+    import numpy as np
+
+    values = np.asarray(getattr(trace, column), dtype=np.float64)
+    there = np.flatnonzero(np.isfinite(values))
+    if not len(there):
         return
-    value, when = pick(real, key=lambda pair: pair[0])
+    at = int(there[pick(values[there])])
+    value, when = float(values[at]), float(trace.t_s[at])
     (left, right), (_, top) = axes.get_xlim(), axes.get_ylim()
     axes.plot([when], [value], marker="o", markersize=3, color=colour, linestyle="none", clip_on=False)
     side = "right" if (when - left) > 0.75 * (right - left) else "left"
@@ -181,6 +193,8 @@ def _legend(axes: Axes) -> None:
 
 
 def _usage(axes: Axes, main: Trace, others: Sequence[Trace], scale: Scale, colour: str, points: int) -> None:
+    import numpy as np
+
     _ticks(axes, 1.0, percent=True)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     for trace in others:
@@ -189,16 +203,18 @@ def _usage(axes: Axes, main: Trace, others: Sequence[Trace], scale: Scale, colou
     if scale.bound is not None:
         axes.axhline(scale.bound, color=BOUND, linewidth=0.9, linestyle=(0, (4, 2)), label=f"bound {scale.bound * 100:g} %")
         _legend(axes)
-    _mark(axes, main, "usage", max, lambda v: f"{v * 100:.1f} %", colour)
+    _mark(axes, main, "usage", np.argmax, lambda v: f"{v * 100:.1f} %", colour)
     _head(axes, plain(f"KV usage of {scale.pool}" if scale.pool else "KV usage (pool size not told)", 70))
 
 
 def _free(axes: Axes, main: Trace, others: Sequence[Trace], scale: Scale, colour: str, points: int) -> None:
+    import numpy as np
+
     _ticks(axes, scale.free * 1.05)
     for trace in others:
         _draw(axes, trace, "free", points, color=colour, alpha=0.3, linewidth=0.8)
     _draw(axes, main, "free", points, color=colour)
-    _mark(axes, main, "free", min, lambda v: f"{v:,.0f}", colour)
+    _mark(axes, main, "free", np.argmin, lambda v: f"{v:,.0f}", colour)
     _head(axes, f"free {plain(scale.unit, 20)}")
 
 

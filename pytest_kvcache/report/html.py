@@ -21,6 +21,7 @@ from pytest_kvcache.report.model import (
     aside_by_reason,
     at_peak,
     beside,
+    gate_sentence,
     gate_title,
     in_order,
     show_interval,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"PASS": "good", "FAIL": "bad", "INCONCLUSIVE": "unsure", "INVALID": "unsound"}
 _FILES = ("run.json", "telemetry.jsonl", "requests.jsonl", "quality.jsonl", "metrics-before.prom", "metrics-after.prom", "server.log")
-_SAFE_PATH = re.compile(r"(?!/)(?!.*(?:^|/)\.\.(?:/|$))[^:\x00-\x1f]+\Z")
+_EVIDENCE = re.compile(r"runs/(?!\.)[^/:\\\x00-\x1f]+(?:/(?!\.)[^/:\\\x00-\x1f]+)?\Z")
 MAX_GATES, MAX_RUNS, MAX_PROFILES = 300, 200, 12
 
 
@@ -153,7 +154,7 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
     if gate.before is None and gate.after is None and view.compared:
         before, after, value = (value, "", "") if gate.side == "before" else ("", value, "")
     missing = gate.value.missing if gate.value is not None else None
-    text = gate.text or missing or ""
+    text = gate_sentence(gate) or missing or ""
     return {
         "verdict": plain(gate.verdict, 20),
         "kind": _KINDS.get(gate.verdict, "unsure"),
@@ -166,7 +167,7 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
         "value": value,
         "interval": show_interval(gate),
         "bound": plain(gate.bound_text, 80) or (show_number(gate.bound, gate.unit) if gate.bound is not None else ""),
-        "href": quote(gate.evidence) if gate.evidence and _SAFE_PATH.match(gate.evidence) else "",
+        "href": quote(gate.evidence) if len(gate.evidence) < 300 and _EVIDENCE.match(gate.evidence) else "",
         "bullet": bullet(gate),
     }
 

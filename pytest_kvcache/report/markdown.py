@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report import sections
 from pytest_kvcache.report.escape import code, markdown
-from pytest_kvcache.report.model import SessionView, aside_by_reason, beside, gate_title, in_order, is_usage, show_interval, show_record, why
+from pytest_kvcache.report.model import (
+    SessionView,
+    aside_by_reason,
+    beside,
+    gate_sentence,
+    gate_title,
+    in_order,
+    is_usage,
+    show_interval,
+    show_record,
+    why,
+)
 
 MAX_GATES = 60
 _SIGNS = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔", "INVALID": "⚠️"}
@@ -40,7 +51,12 @@ def summary(view: SessionView) -> str:
         ("Latency", sections.latency(view)),
     ):
         if table.rows:
-            lines += [f"### {title}", "", _table(table.columns, [[markdown(cell) for cell in row] for row in table.rows], table.labels), ""]
+            lines += [
+                f"### {title}",
+                "",
+                _table([markdown(head, 80) for head in table.columns], [[markdown(cell) for cell in row] for row in table.rows], table.labels),
+                "",
+            ]
             lines += [f"- {markdown(note)}" for note in table.notes] + ([""] if table.notes else [])
     lines += _quality(view)
     if found := sections.problems(view):
@@ -73,7 +89,7 @@ def _gates(view: SessionView) -> list[str]:
     else:
         lines += ["No gate was judged.", ""]
     lines += [
-        f"- {gate.verdict} {markdown(gate_title(gate))}: {markdown(gate.text)}"
+        f"- {gate.verdict} {markdown(gate_title(gate))}: {markdown(gate_sentence(gate))}"
         for gate in gates[:MAX_GATES]
         if gate.verdict in _SIGNS and gate.verdict != "PASS" and gate.text
     ]

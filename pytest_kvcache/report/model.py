@@ -19,7 +19,7 @@ from pytest_kvcache.report.escape import clip, plain
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
 
-_WORST_FIRST = {"INVALID": 0, "FAIL": 1, "INCONCLUSIVE": 2, "PASS": 3}
+_WORST_FIRST = {"FAIL": 0, "INVALID": 1, "INCONCLUSIVE": 2, "PASS": 3}
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def aside_by_reason(gates: Iterable[GateRecord]) -> dict[str, list[str]]:
     """Return the titles of the gates that do not apply, by the reason why."""
     reasons: dict[str, list[str]] = {}
     for gate in not_applicable(gates):
-        reasons.setdefault(plain(gate.text, 300) or "the engine cannot do this", []).append(gate_title(gate))
+        reasons.setdefault(plain(gate.text, 300).removeprefix("does not apply: ") or "the engine cannot do this", []).append(gate_title(gate))
     return reasons
 
 
 def _list(texts: Sequence[str], most: int = 3) -> str:
-    shown = "; ".join(clip(plain(text).rstrip(". "), 200) for text in texts[:most])
+    shown = "; ".join(clip(plain(text).rstrip(". "), 400) for text in texts[:most])
     more = len(texts) - most
     return f"{shown}; and {more} more" if more > 0 else shown
 
@@ -142,7 +142,8 @@ def why(verdict: VerdictRecord) -> str:
         causes = [gate_text(gate) for gate in by["INVALID"]] or list(verdict.problems)
         return f"The evidence is unsound: {_list(causes)}." if causes else "The evidence is unsound."
     if verdict.verdict == "FAIL" and by["FAIL"]:
-        return f"{len(by['FAIL'])} of {count} failed: {_list([gate_text(gate) for gate in by['FAIL']])}."
+        unsound = f"; {len(by['INVALID'])} more rest on unsound evidence" if by["INVALID"] else ""
+        return f"{len(by['FAIL'])} of {count} failed: {_list([gate_text(gate) for gate in by['FAIL']])}{unsound}."
     if verdict.verdict == "INCONCLUSIVE":
         parts = []
         if unsure := by["INCONCLUSIVE"]:
@@ -167,9 +168,17 @@ def gate_title(gate: GateRecord) -> str:
 
 
 def gate_text(gate: GateRecord) -> str:
-    """Return the gate's own sentence, with its name where the sentence does not hold it."""
+    """Return the gate's own sentence with its lane, for a place where nothing else of the gate is shown."""
     text = plain(gate.text)
-    return text or f"{gate_title(gate)}: {show_record(gate.value)}"
+    if not text:
+        return f"{gate_title(gate)}: {show_record(gate.value)}"
+    lane = plain(gate.lane, 40)
+    return f"{lane}: {text}" if lane and lane not in text else text
+
+
+def gate_sentence(gate: GateRecord) -> str:
+    """Return the gate's own sentence without the numbers of ``beside``, for a place that shows those by themselves."""
+    return plain(gate.text.replace(f" ({gate.beside})", "") if gate.beside else gate.text)
 
 
 def show_value(value: Value | None) -> str:

@@ -170,7 +170,7 @@ def rejections(view: SessionView) -> Table:
     """Return rejected requests by class, lane and side, summed over windows, with how many were sent."""
     lanes = list(dict.fromkeys(lane for _, side in view.sides() for a in side for lane in a.lanes))
     classes = sorted({name for _, side in view.sides() for a in side for name in a.rejections})[:30]
-    table = Table(["lane", "side", "sent", "ok", "stopped early", *(name.replace("_", " ") for name in classes), "rejected"])
+    table = Table(["lane", "side", "sent", "ok", "stopped early", *(plain(name.replace("_", " "), 60) for name in classes), "rejected"])
     table.labels = 2
     for lane in lanes[:40]:
         for side, analyses in view.sides():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {"PASS": "\x1b[32m", "FAIL": "\x1b[31m", "INCONCLUSIVE": "\x1b[33m", "INVALID": "\x1b[35m"}
 _BOLD, _DIM, _OFF = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_UNIT = re.compile(r" (?:tokens/s|tokens|blocks|requests|events|items)\Z")
 MAX_PASSED = 40
 
 
@@ -77,9 +79,15 @@ def _table(view: SessionView, color: bool, width: int) -> list[str]:
     compared = any(gate.before is not None for gate in shown)
     heads = ["verdict", "gate", *(("before", "after", "change") if compared else ("value",)), "bound"]
     rows = [_row(gate, compared) for gate in shown]
-    # what the other columns leave: tabulate puts two spaces between columns
-    others = sum(max(len(row[i]) for row in [heads, *rows]) + 2 for i in range(len(heads)) if i != 1)
-    room = max(width - others, 16)
+
+    def taken() -> int:
+        # tabulate puts two spaces between columns and makes each two wider than its head
+        return sum(max(len(head) + 2, *(len(row[i]) for row in rows)) + 2 for i, head in enumerate(heads) if i != 1)
+
+    if width - taken() < 24:
+        # The bound keeps its unit; a narrow terminal shows the figures beside it without theirs.
+        rows = [[*row[:2], *(_UNIT.sub("", cell) for cell in row[2:-1]), row[-1]] for row in rows]
+    room = max(width - taken(), 12)
     rows = [[row[0], clip(row[1], room), *row[2:]] for row in rows]
     text = str(tabulate(rows, headers=heads, disable_numparse=True, colalign=["left", "left", *["right"] * (len(heads) - 2)])).splitlines()
     indent = text[1].index(" ") + 2

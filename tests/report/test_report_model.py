@@ -1,0 +1,57 @@
+"""The one sentence that says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made_sessions import Server, verdict_of
+
+from pytest_kvcache.records import GateRecord, VerdictRecord
+from pytest_kvcache.report.model import gate_title, in_order, is_usage, show_interval, show_number, why
+
+
+def verdict(word: str, *gates: str, **more: object) -> VerdictRecord:
+    made = [GateRecord(f"g{i}", "running.peak", gate.split(":")[0], gate) for i, gate in enumerate(gates)]
+    return verdict_of(word, Path("s"), made, Server(), **more)
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (verdict("PASS", "PASS:a", "PASS:b"), "All 2 gates passed."),
+        (verdict("PASS", "PASS:a"), "The one gate passed."),
+        (verdict("PASS", "PASS:a", "INCONCLUSIVE:b"), "1 of 2 gates passed, and the session's policy lets the others pass: INCONCLUSIVE:b."),
+        (verdict("FAIL", "PASS:a", "FAIL:too much."), "1 of 2 gates failed: FAIL:too much."),
+        (verdict("FAIL", *["FAIL:x"] * 5), "5 of 5 gates failed: FAIL:x; FAIL:x; FAIL:x; and 2 more."),
+        (verdict("INCONCLUSIVE", "INCONCLUSIVE:noisy", "PASS:a"), "1 of 2 gates could not tell: INCONCLUSIVE:noisy."),
+        (verdict("INCONCLUSIVE", "PASS:a", deselected=["t"]), "1 gate was deselected, so the session was not judged in full."),
+        (verdict("INCONCLUSIVE"), "No gate was judged."),
+        (verdict("INVALID", "INVALID:late", "FAIL:x"), "The evidence is unsound: INVALID:late."),
+        (verdict("INVALID", problems=["clock stepped"]), "The evidence is unsound: clock stepped."),
+    ],
+)
+def test_the_reason_names_what_decided(record: VerdictRecord, sentence: str) -> None:
+    assert why(record) == sentence
+
+
+def test_what_decides_comes_first_and_the_order_stays_otherwise() -> None:
+    gates = verdict("FAIL", "PASS:1", "FAIL:2", "INVALID:3", "PASS:4", "FAIL:5", "INCONCLUSIVE:6").gates
+    assert [gate.text for gate in in_order(gates)] == ["FAIL:2", "FAIL:5", "INVALID:3", "INCONCLUSIVE:6", "PASS:1", "PASS:4"]
+
+
+def test_figures_read_well() -> None:
+    assert show_number(19_914.2345, "tokens") == "19,914 tokens"
+    assert show_number(3.5, "requests") == "3.50 requests"
+    assert show_number(0.5, "ratio") == "50.0 %"
+    assert show_number(float("nan"), "tokens") == "nan"
+    assert show_interval(GateRecord("g", "q", "PASS", "", "ratio", low=0.1)) == "≥ 10.0 %"
+    assert show_interval(GateRecord("g", "q", "PASS", "", "s", high=0.25)) == "≤ 250 ms"
+    assert show_interval(GateRecord("g", "q", "PASS", "")) == ""
+
+
+def test_a_lane_is_named_once_and_idle_usage_is_a_usage() -> None:
+    assert gate_title(GateRecord("peak_usage", "usage.peak", "PASS", "", lane="normal")) == "peak usage [normal]"
+    assert gate_title(GateRecord("normal_usage", "usage.peak", "PASS", "", lane="normal")) == "normal usage"
+    assert is_usage(GateRecord("g", "idle.usage", "PASS", "", "ratio"))
+    assert not is_usage(GateRecord("g", "quality.pass_rate", "PASS", "", "ratio"))
