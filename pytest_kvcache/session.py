@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.engines import Dialect
-from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, KvError, UsageError
+from pytest_kvcache.errors import CannotWrite, KvError, UsageError
 from pytest_kvcache.judge.baseline import load_baseline, save_baseline
 from pytest_kvcache.judge.compare import Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import session_verdict
@@ -33,7 +32,7 @@ from pytest_kvcache.quality.items import Item, read_items, standard_items
 from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, Run, VerdictRecord, read_runs, write_run
 from pytest_kvcache.report.write import write_session
 from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
-from pytest_kvcache.server.launch import launch
+from pytest_kvcache.server.launch import LaunchedServer, launch
 from pytest_kvcache.settings import Settings
 
 EMBEDDED_DEFAULT = "llamacpp"
@@ -89,6 +88,7 @@ class Session:
         self._id = secrets.token_hex(3)
         self._open = ExitStack()
         self._target: Target | None = None
+        self._servers: dict[int, LaunchedServer] = {}
         self._failure: KvError | None = None
         self._before: list[Run] | None = None
         self._runs: dict[tuple[Any, ...], Run] = {}
@@ -172,16 +172,18 @@ class Session:
         self._say(f"starting {side or 'the server'}: {text}" if self.settings.launch or side else "starting the embedded engine (llama.cpp)")
         server = stack.enter_context(launch(text, self.settings, self.folder / f"server{'-' + side if side else ''}.log"))
         target = self._with_dialects([server.endpoint], side)
-        return dataclasses.replace(target, command=tuple(server.command), fresh=True, embedded=server.embedded)
+        self._servers[id(target.endpoints)] = server
+        return dataclasses.replace(target, command=tuple(server.command), fresh=True, embedded=bool(server.engine))
 
     def _with_dialects(self, endpoints: Sequence[Endpoint], side: str) -> Target:
         dialects = [detect_endpoint(endpoint, self.settings.engine, self._extra_dialects) for endpoint in endpoints]
         return Target(tuple(endpoints), tuple(dialects), side=side, provenance=self._provenance)
 
     def _alive(self, target: Target) -> None:
-        for endpoint in target.endpoints:
-            if endpoint.owned and endpoint.pid is not None and not _exists(endpoint.pid):
-                raise EndpointUnreachable("the server that we started is gone", where=endpoint.shown, hint=f"its log: {endpoint.log}")
+        """Raise LaunchFailed, with the cause out of its log, where a server that we started has died."""
+        server = self._servers.get(id(target.endpoints))
+        if server is not None:
+            server.check()
 
     # -- measuring -------------------------------------------------------------------------------------------------
 
@@ -381,10 +383,3 @@ def _comparison_text(settings: Settings) -> str:
     if settings.before:
         return f"{settings.before}  against  {settings.after}"
     return f"baseline {settings.baseline}" if settings.baseline else ""
-
-
-def _exists(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

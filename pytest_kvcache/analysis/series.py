@@ -141,9 +141,7 @@ def growth(name: str, series: Series, before: SnapshotRecord | None, after: Snap
     last = min((i for i, (wall, _) in enumerate(points) if wall >= until_s), default=len(points) - 1)
     inside = points[first : last + 1]
     if len(inside) < 2:
-        if missing is not None and missing.cannot_happen:
-            return Growth(missing)
-        return Growth(missing or Missing(f"{name}: fewer than two values in the window"))
+        return Growth(missing if missing is not None else Missing(f"{name}: fewer than two values in the window"))
     total, resets = 0.0, 0
     for (_, left), (_, right) in pairwise(inside):
         resets += right < left
