@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_kvcache.errors import KvError, LaunchFailed, UsageError
-from pytest_kvcache.server.embedded import recall, recall_files
+from pytest_kvcache.server.embedded import recall, recall_weights
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 CONTEXT_PER_SLOT = 4096
@@ -42,7 +42,7 @@ class LlamaOptions:
     kv_type: str = "f16"
     unified: bool = False
     model: Path | None = None
-    alias: str = recall_files.MODEL_NAME
+    alias: str = recall.MODEL_NAME
     threads: int = 0
     prefix_cache: bool = True
     cache_ram: int = 0
@@ -93,9 +93,13 @@ def parse_options(words: Sequence[str]) -> LlamaOptions:
         raise UsageError("llamacpp: there is no such model file", where=str(found.model), hint="--model takes a GGUF file")
     ctx = found.ctx or CONTEXT_PER_SLOT * found.slots
     if not found.unified and ctx // found.slots < 256:
-        raise UsageError(f"llamacpp: --ctx {ctx:,} leaves fewer than 256 tokens for each of {found.slots} slots", hint="--ctx is the whole pool; raise it")
-    if found.model is None and not found.unified and ctx // found.slots > recall.CONTEXT:
-        raise UsageError(f"llamacpp: --ctx {ctx:,} is more than {recall.CONTEXT:,} tokens for each of {found.slots} slots, which the recall model holds")
+        raise UsageError(
+            f"llamacpp: --ctx {ctx:,} leaves fewer than 256 tokens for each of {found.slots} slots", hint="--ctx is the whole pool; raise it"
+        )
+    if found.model is None and not found.unified and ctx // found.slots > recall_weights.CONTEXT:
+        raise UsageError(
+            f"llamacpp: --ctx {ctx:,} is more than {recall_weights.CONTEXT:,} tokens for each of {found.slots} slots, which the recall model holds"
+        )
     return LlamaOptions(
         port=found.port,
         host=found.host,
@@ -104,8 +108,8 @@ def parse_options(words: Sequence[str]) -> LlamaOptions:
         kv_type=found.kv_type,
         unified=found.unified,
         model=found.model,
-        alias=found.alias or (found.model.stem if found.model else recall_files.MODEL_NAME),
-        threads=found.threads or max(1, min(4, (os.cpu_count() or 1) // 2)),
+        alias=found.alias or (found.model.stem if found.model else recall.MODEL_NAME),
+        threads=found.threads or max(1, min(4, len(os.sched_getaffinity(0)) // 2)),
         prefix_cache=found.prefix_cache,
         cache_ram=found.cache_ram,
     )
@@ -120,13 +124,15 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        raise LaunchFailed(f"llamacpp: cannot listen on {host}:{port}: {error.strerror or error}", hint="end the other server, or take another port") from None
+        raise LaunchFailed(
+            f"llamacpp: cannot listen on {host}:{port}: {error.strerror or error}", hint="end the other server, or take another port"
+        ) from None
 
 
 def serve(options: LlamaOptions) -> None:
     """Serve until TERM or INT. Raises UsageError (wheel missing), CannotWrite (no model cache) and LaunchFailed."""
-    recall_files.need_libraries("xllamacpp")
-    model = options.model or recall_files.model_paths().gguf
+    recall.need_libraries("xllamacpp")
+    model = options.model or recall.model_paths().gguf
     check_port(options.host, options.port)
     import xllamacpp
 

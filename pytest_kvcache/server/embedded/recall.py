@@ -1,173 +1,260 @@
-"""The recall model: a two-layer Llama whose weights are constructed, not trained, so that it recalls.
-
-Every generated token is the token that followed the earlier occurrence of the current token, so each answer depends on exact
-cache entries at any distance, and a broken KV cache shows at once. How it is made:
-
-- every token has a code of 64 numbers; any two codes are nearly orthogonal (``token_codes``);
-- layer 0 has one head whose query and key are constant vectors with the phase of one step between them. Its score is highest
-  for the token just before, so it writes that token's code beside the current one;
-- layer 1 matches the current token's code with those "token before" codes and copies the code of the token it finds. It uses
-  only the slow RoPE frequencies, which position hardly turns;
-- the MLPs are zero; the head reads the copied code.
-
-``SLOW_AMP`` raises the constant part of layer 0's score and leaves the gap between the right token and the next best alone: the
-rounding noise of a quantised K cache grows with the whole score, so it decides which precision breaks the model.
-
-numpy is imported inside functions: importing this module costs nothing.
-"""
+"""The recall model (``recall_weights``) on disk: as GGUF for llama.cpp, as a Hugging Face folder for vLLM, in a cache folder shared by all projects."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache.server.embedded.recall_tokenizer import WORDS, mute_ids, vocabulary
+from pytest_kvcache.errors import CannotWrite, UsageError
+from pytest_kvcache.server.embedded import recall_tokenizer, recall_weights
+from pytest_kvcache.server.embedded.recall_tokenizer import WORDS
 
 if TYPE_CHECKING:
-    import numpy as np
+    from pytest_kvcache.server.embedded.recall_weights import Array
 
-    Array = np.ndarray[Any, np.dtype[np.float32]]
+__all__ = ["WORDS", "ModelPaths", "build_recall_model", "cache_folder", "model_folder", "model_paths", "need_libraries"]
 
-__all__ = ["WORDS", "config", "token_codes", "weights"]
-
-CODE = 64
-HEAD_DIM = 128
-HIDDEN = 256
-INTERMEDIATE = 64
-LAYERS = 2
-HEADS = 2
-KV_HEADS = 1
-CONTEXT = 32768
-ROPE_THETA = 1e12
-RMS_EPS = 1e-6
-MATCH_GAIN = 50.0
-STEP_GAP = 20.0
-SLOW_AMP = 2.0
-FAST_FREQUENCIES = 8
-
-_CONSTANT = CODE  # the residual stream: [0:64) code, [64] constant 1, [65:129) code of the token before, [129:193) the copied code
-_BEFORE = slice(CODE + 1, 2 * CODE + 1)
-_COPIED = slice(2 * CODE + 1, 3 * CODE + 1)
+MODEL_VERSION = "1"  # part of the folder's name: raise it whenever the bytes of the model change
+MODEL_NAME = "recall"
+GGUF_FILE = "recall.gguf"
+HF_FOLDER = "hf"
+STAMP = "complete.json"
 
 
-def token_codes(count: int) -> Array:
-    """Return ``count`` unit vectors of 64 numbers, each +-1/8; two different ones have a cosine of 0, 1/8 or -1/8.
+@dataclass(frozen=True)
+class ModelPaths:
+    """Where the model lies: ``folder`` holds ``gguf`` (llama.cpp) and ``hf`` (the Hugging Face folder)."""
 
-    They are words of the Kerdock code of length 64, the largest set of orthonormal bases of which any two are mutually unbiased:
-    the quadratic forms Tr((ax)^3 + (ax)^5) + e Tr(ax) over GF(32) x GF(2), one for each a, plus all linear forms.
-    The entries are exact in float16 and bfloat16. Holds 2,048 vectors; ValueError beyond.
+    folder: Path
+    gguf: Path
+    hf: Path
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of everything that we build or install: ``$PYTEST_KVCACHE_CACHE_DIR``, else below the XDG cache folder."""
+    environ = os.environ if environ is None else environ
+    if own := environ.get("PYTEST_KVCACHE_CACHE_DIR", ""):
+        return Path(own).expanduser().absolute()
+    if xdg := environ.get("XDG_CACHE_HOME", ""):
+        return Path(xdg).expanduser().absolute() / "pytest-kvcache"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise CannotWrite("there is no home folder to keep the embedded model in", hint="set PYTEST_KVCACHE_CACHE_DIR to a folder") from None
+    return home / ".cache" / "pytest-kvcache"
+
+
+def model_folder() -> Path:
+    """Return the cached model's folder, which exists only once ``model_paths`` built it."""
+    return cache_folder() / f"recall-{MODEL_VERSION}"
+
+
+def model_paths() -> ModelPaths:
+    """Return the cached model, built now (about a second) where it is missing or damaged.
+
+    It is built in a folder beside and renamed, so a half build is never used and two processes may build at once.
+    Raises CannotWrite (cache folder unwritable or full) and UsageError (a library of the ``demo`` extra is missing).
     """
+    folder = model_folder()
+    if not _is_complete(folder):
+        need_libraries("numpy", "gguf")
+        with _writing(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            with _writing(folder.parent):
+                building.chmod(0o755)
+                build_recall_model(building)
+                _put_in_place(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return ModelPaths(folder, folder / GGUF_FILE, folder / HF_FOLDER)
+
+
+def build_recall_model(folder: Path, slow_amp: float = recall_weights.SLOW_AMP) -> ModelPaths:
+    """Write the model into ``folder``: ``recall.gguf``, ``hf/`` and, last, a stamp with the size of each file.
+
+    The bytes are the same at every build. Raises UsageError where a library of the ``demo`` extra is missing, OSError where
+    the folder cannot be written.
+    """
+    need_libraries("numpy", "gguf")
+    tensors = recall_weights.weights(slow_amp)
+    paths = ModelPaths(folder, folder / GGUF_FILE, folder / HF_FOLDER)
+    paths.hf.mkdir(parents=True, exist_ok=True)
+    _write_hf(paths.hf, tensors)
+    _write_gguf(paths.gguf, tensors)
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file() and path.name != STAMP}
+    _write_json(folder / STAMP, {"version": MODEL_VERSION, "slow_amp": slow_amp, "bytes": sizes})
+    return paths
+
+
+def need_libraries(*names: str) -> None:
+    """Raise UsageError where one of these libraries of the ``demo`` extra cannot be imported."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(
+                f"the embedded engine needs the library {name}, which cannot be imported: {error}", hint='pip install "pytest-kvcache[demo]"'
+            ) from None
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(
+            f"the embedded model cannot be written: {error.strerror or error}",
+            where=str(folder),
+            hint="free some space there (5 MB are needed), or set PYTEST_KVCACHE_CACHE_DIR to a folder that can be written",
+        ) from None
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / STAMP).read_text(encoding="utf-8"))["bytes"]
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _put_in_place(building: Path, folder: Path) -> None:
+    """Rename the finished build to its name. Where another process was faster its build stays; a damaged one is moved away first."""
+    for _ in range(5):
+        try:
+            building.rename(folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+        if _is_complete(folder):
+            return
+        damaged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-damaged-", dir=folder.parent))
+        try:
+            with contextlib.suppress(FileNotFoundError):  # another process moved it away just now
+                folder.rename(damaged / "model")
+        finally:
+            shutil.rmtree(damaged, ignore_errors=True)
+    raise OSError(f"{folder.name} keeps changing while it is being built")
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_hf(folder: Path, tensors: Mapping[str, Array]) -> None:
+    cfg = recall_weights.config()
+    special = {"bos_token": recall_tokenizer.BOS, "eos_token": recall_tokenizer.EOS}
+    ids = {"bos_token_id": recall_tokenizer.BOS_ID, "eos_token_id": recall_tokenizer.EOS_ID}
+    _write_json(folder / "config.json", cfg)
+    _write_json(folder / "generation_config.json", ids)
+    _write_json(folder / "tokenizer.json", recall_tokenizer.tokenizer_json())
+    _write_json(folder / "tokenizer_config.json", recall_tokenizer.tokenizer_config(recall_weights.CONTEXT))
+    _write_json(folder / "special_tokens_map.json", special)
+    _write_json(folder / "words.json", list(recall_tokenizer.WORDS))
+    _write_safetensors(folder / "model.safetensors", tensors)
+
+
+def _bf16(array: Array) -> bytes:
+    """Return the numbers as little-endian bfloat16, rounded to nearest, ties to even. The numbers are finite."""
     import numpy as np
 
-    if count > 32 * CODE:
-        raise ValueError(f"{count} codes asked for; there are {32 * CODE}")
-
-    def times(a: int, b: int) -> int:
-        product = 0
-        for bit in range(5):
-            product ^= (a << bit) if b >> bit & 1 else 0
-        for bit in range(8, 4, -1):
-            product ^= (0b100101 << (bit - 5)) if product >> bit & 1 else 0  # x^5 + x^2 + 1
-        return product
-
-    def power(a: int, n: int) -> int:
-        result = 1
-        for _ in range(n):
-            result = times(result, a)
-        return result
-
-    trace = [sum_bits & 1 for sum_bits in (power(a, 1) ^ power(a, 2) ^ power(a, 4) ^ power(a, 8) ^ power(a, 16) for a in range(32))]
-    rows = []
-    for i in range(count):
-        a, linear = divmod(i, CODE)
-        b, c = linear >> 1, linear & 1
-        row = []
-        for point in range(CODE):
-            x, e = point >> 1, point & 1
-            ax = times(a, x)
-            row.append(trace[power(ax, 3)] ^ trace[power(ax, 5)] ^ (e & trace[ax]) ^ trace[times(b, x)] ^ (c & e))
-        rows.append(row)
-    return (1.0 - 2.0 * np.array(rows, dtype=np.float32)) / np.float32(np.sqrt(CODE))
+    bits = np.ascontiguousarray(array, dtype="<f4").view("<u4")
+    data: bytes = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return data
 
 
-def weights(slow_amp: float = SLOW_AMP) -> dict[str, Array]:
-    """Return every weight of the model by its Hugging Face name, float32, rows are outputs."""
+def _write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Write the tensors as bfloat16: the header's size in 8 bytes, a JSON header padded to 8 bytes, the numbers.
+
+    Not through the safetensors library: its numpy call knows no bfloat16, and its call for raw bytes takes other arguments in
+    each series of versions.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    blobs = {name: _bf16(tensors[name]) for name in sorted(tensors)}
+    at = 0
+    for name, blob in blobs.items():
+        header[name] = {"dtype": "BF16", "shape": list(tensors[name].shape), "data_offsets": [at, at + len(blob)]}
+        at += len(blob)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(blobs.values())
+
+
+_GGUF_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem in _GGUF_NAMES:
+        return f"{_GGUF_NAMES[stem]}.weight"
+    layer, part = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{_GGUF_LAYER_NAMES[part]}.weight"
+
+
+def _interleaved(array: Array, heads: int) -> Array:
+    """Return the rows in the order in which GGUF keeps a Llama's rotated pairs: next to each other, not half a head apart."""
+    rows, columns = array.shape
+    return array.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _write_gguf(path: Path, tensors: Mapping[str, Array]) -> None:
+    import gguf
     import numpy as np
 
-    names = vocabulary()
-    size = len(names)
-    code = token_codes(size)
-    found: dict[str, Array] = {}
-
-    def zeros(name: str, *shape: int) -> Array:
-        return found.setdefault(name, np.zeros(shape, dtype=np.float32))
-
-    embed = zeros("model.embed_tokens.weight", size, HIDDEN)
-    embed[:, :CODE] = code
-    embed[:, _CONSTANT] = 1.0
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        zeros(at + "input_layernorm.weight", HIDDEN)[:] = 1.0
-        zeros(at + "post_attention_layernorm.weight", HIDDEN)[:] = 1.0
-        zeros(at + "self_attn.q_proj.weight", HEADS * HEAD_DIM, HIDDEN)
-        zeros(at + "self_attn.k_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
-        zeros(at + "self_attn.v_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
-        zeros(at + "self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_DIM)
-        zeros(at + "mlp.gate_proj.weight", INTERMEDIATE, HIDDEN)
-        zeros(at + "mlp.up_proj.weight", INTERMEDIATE, HIDDEN)
-        zeros(at + "mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
-    zeros("model.norm.weight", HIDDEN)[:] = 1.0
-
-    rms = [np.sqrt(2 / HIDDEN), np.sqrt(3 / HIDDEN)]  # of the stream before each layer: two, then three unit vectors
-    eye = np.eye(CODE, dtype=np.float32)
-
-    # layer 0: score(i, j) = sum_f a_f^2 cos((i - j - 1) w_f), highest at j = i - 1
-    turn = ROPE_THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    amp = np.where(np.arange(HEAD_DIM // 2) < FAST_FREQUENCIES, 1.0, slow_amp)
-    a = np.sqrt(STEP_GAP * np.sqrt(HEAD_DIM) / np.sum(amp**2 * (1 - np.cos(turn)))) * amp
-    at = "model.layers.0.self_attn."
-    found[at + "q_proj.weight"][:HEAD_DIM, _CONSTANT] = np.concatenate([a * np.cos(turn), -a * np.sin(turn)]) * rms[0]
-    found[at + "k_proj.weight"][:, _CONSTANT] = np.concatenate([a, np.zeros(HEAD_DIM // 2)]) * rms[0]
-    found[at + "v_proj.weight"][:CODE, :CODE] = eye * rms[0]
-    found[at + "o_proj.weight"][_BEFORE, :CODE] = eye
-
-    # layer 1: this token's code against the "token before" codes, on the slow half of the frequencies
-    scale = np.sqrt(MATCH_GAIN * np.sqrt(HEAD_DIM)) * rms[1]
-    slow = np.concatenate([np.arange(HEAD_DIM // 4, HEAD_DIM // 2), np.arange(3 * HEAD_DIM // 4, HEAD_DIM)])
-    at = "model.layers.1.self_attn."
-    found[at + "q_proj.weight"][slow, :CODE] = eye * scale
-    found[at + "k_proj.weight"][slow, _BEFORE] = eye * scale
-    found[at + "v_proj.weight"][:CODE, :CODE] = eye * rms[1]
-    found[at + "o_proj.weight"][_COPIED, :CODE] = eye
-
-    head = zeros("lm_head.weight", size, HIDDEN)
-    head[:, _COPIED] = code * 40.0
-    head[mute_ids()] = 0.0
-    head[mute_ids(), _CONSTANT] = -1000.0
-    return found
-
-
-def config() -> dict[str, Any]:
-    """Return the content of ``config.json``."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(vocabulary()),
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": CONTEXT,
-        "rope_theta": ROPE_THETA,  # how transformers 4 spells it
-        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},  # transformers 5
-        "rms_norm_eps": RMS_EPS,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-    }
+    names = recall_tokenizer.vocabulary()
+    special = {recall_tokenizer.BOS_ID, recall_tokenizer.EOS_ID}
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name(MODEL_NAME)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_vocab_size(len(names))
+    writer.add_context_length(recall_weights.CONTEXT)
+    writer.add_embedding_length(recall_weights.HIDDEN)
+    writer.add_feed_forward_length(recall_weights.INTERMEDIATE)
+    writer.add_block_count(recall_weights.LAYERS)
+    writer.add_head_count(recall_weights.HEADS)
+    writer.add_head_count_kv(recall_weights.KV_HEADS)
+    writer.add_key_length(recall_weights.HEAD_DIM)
+    writer.add_value_length(recall_weights.HEAD_DIM)
+    writer.add_rope_dimension_count(recall_weights.HEAD_DIM)
+    writer.add_rope_freq_base(recall_weights.ROPE_THETA)
+    writer.add_layer_norm_rms_eps(recall_weights.RMS_EPS)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types([gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(names))])
+    writer.add_token_merges([" ".join(pair) for pair in recall_tokenizer.merges()])
+    writer.add_bos_token_id(recall_tokenizer.BOS_ID)
+    writer.add_eos_token_id(recall_tokenizer.EOS_ID)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(recall_tokenizer.CHAT_TEMPLATE)
+    heads = {"q_proj": recall_weights.HEADS, "k_proj": recall_weights.KV_HEADS}
+    for name, array in tensors.items():
+        turned = next((_interleaved(array, count) for part, count in heads.items() if part in name), array)
+        writer.add_tensor(_gguf_name(name), turned.astype(np.float32 if turned.ndim == 1 else np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
