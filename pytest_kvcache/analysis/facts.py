@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+_BROKEN_NOTES = (FAILED_NOTE, "task exception")
 _FIXED = ("pool_blocks", "usable_blocks", "pool_tokens", "max_model_len", "block_size", "kv_dtype", "max_num_seqs")
 
 
@@ -38,7 +39,7 @@ def gather(
     return Facts(
         incomplete=tuple(frame.gaps()),
         tool=tuple(record.problems),
-        exceptions=tuple(note.text[:300] for note in frame.notes if note.subject == FAILED_NOTE),
+        exceptions=tuple(note.text[:300] for note in frame.notes if note.subject in _BROKEN_NOTES),
         sent=len(rows),
         asked=_asked(record, frame),
         lag_p99_s=float(np.quantile(lag, 0.99)) if len(lag) else 0.0,
@@ -50,7 +51,7 @@ def gather(
         read_errors=tuple(error for one in series for error in one.errors),
         restarts=tuple(_restarts(record, series, seen.counters)),
         moved=tuple(_moved(record, series)),
-        foreign=tuple(_foreign(rows, seen, load, window)),
+        foreign=tuple(_foreign(rows, frame, seen, load, window)),
         hit_tokens=max(hits.number() if isinstance(hits, Reading) else 0.0, cached),
         prompt_tokens=float(np.nansum(rows.prompt)),
         sharing_meant=_sharing_meant(record, frame),
@@ -118,7 +119,7 @@ def _moved(record: RunRecord, series: Sequence[Series]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _foreign(rows: Rows, seen: Levels, load: Payload, window: Window) -> list[str]:
+def _foreign(rows: Rows, frame: Frame, seen: Levels, load: Payload, window: Window) -> list[str]:
     """Return what shows requests that are not ours: more finished, more tokens or more running than our log explains."""
     import numpy as np
 
@@ -127,13 +128,16 @@ def _foreign(rows: Rows, seen: Levels, load: Payload, window: Window) -> list[st
     ours = int(held.sum())
     found = []
     finished, prompts = seen.counters["finished"].value, seen.counters["prompt_tokens"].value
+    # the load asks the server a few things before its first request, and the last of them may end after the last poll before it
+    spent = [note.values for note in frame.notes if note.subject == "prepared"]
+    asked, asked_tokens = (sum(values.get(name, 0.0) for values in spent) for name in ("requests", "prompt_tokens"))
     if isinstance(finished, Reading):
-        # a few of ours may be asked beside the load: a request that makes an idle engine publish its gauges
-        if finished.number() - ours > max(3.0, limits.foreign_share * ours):
+        # three more may be asked beside the load: one that makes an idle engine publish its gauges
+        if finished.number() - ours > 3.0 + asked + limits.foreign_share * ours:
             found.append(f"it finished {finished.number():.0f} requests in the window, and {ours} were ours")
     elif isinstance(prompts, Reading):
         sent = float(np.nansum(rows.prompt[held]))
-        if prompts.number() - sent > max(64.0, limits.foreign_share * sent):
+        if prompts.number() - sent > 64.0 + asked_tokens + limits.foreign_share * sent:
             found.append(f"it processed {prompts.number():,.0f} prompt tokens in the window, and {sent:,.0f} were ours")
     busy = seen.columns["running"] + np.nan_to_num(seen.columns["waiting"])
     inside = (seen.wall_s >= window.since_s) & (seen.wall_s <= window.until_s) & np.isfinite(busy)

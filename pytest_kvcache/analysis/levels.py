@@ -95,7 +95,7 @@ def levels(record: RunRecord, series: Sequence[Series], window: Window, load: Pa
     values["usage.hottest"], values["usage.spread"] = _balance(series, window, polled, values["usage.peak"])
     _at_peak(values, wall_s, columns, since, load)
     counters = {
-        name: total_growth(name, [growth(name, one, *_around(record, i), window.since_s, window.until_s) for i, one in enumerate(series)])
+        name: total_growth(name, [growth(name, one, *_around(record, i), window.since_s) for i, one in enumerate(series)])
         for name in ("preemptions", "rejections", "prefix_hits", "finished", "prompt_tokens", "generation_tokens")
     }
     values["preemptions"] = counters["preemptions"].value

@@ -50,7 +50,8 @@ class Level:
             return 0.0, 0.0
         ends = self.level[:-1] + self.slope[:-1] * self.at_s[1:]
         starts = self.level[:-1] + self.slope[:-1] * self.at_s[:-1]
-        high = np.maximum(starts, ends)
+        # events of one moment come one after the other in the sums: what stands between them never was
+        high = np.where(np.diff(self.at_s) > 0, np.maximum(starts, ends), 0.0)
         index = int(np.argmax(high))
         at = self.at_s[index + 1] if ends[index] >= starts[index] else self.at_s[index]
         return float(max(high[index], 0.0)), float(at) + self.origin_s

@@ -118,10 +118,10 @@ class Growth:
     resets: int = 0
 
 
-def growth(name: str, series: Series, before: SnapshotRecord | None, after: SnapshotRecord | None, since_s: float, until_s: float) -> Growth:
-    """Return how much a counter of one server grew between the last value before the window and the first after it.
+def growth(name: str, series: Series, before: SnapshotRecord | None, after: SnapshotRecord | None, since_s: float) -> Growth:
+    """Return how much a counter of one server grew between the last value before ``since_s`` and the last of all.
 
-    The snapshots around the load close the window, so nothing between two polls is lost. After a fall the new value counts whole.
+    The snapshots around the load belong to it, so nothing before, between or after polls is lost. After a fall the new value counts whole.
     """
     import numpy as np
 
@@ -138,8 +138,7 @@ def growth(name: str, series: Series, before: SnapshotRecord | None, after: Snap
     points += list(zip(series.wall_s[there].tolist(), column[there].tolist(), strict=True))
     points.sort()
     first = max((i for i, (wall, _) in enumerate(points) if wall <= since_s), default=0)
-    last = min((i for i, (wall, _) in enumerate(points) if wall >= until_s), default=len(points) - 1)
-    inside = points[first : last + 1]
+    inside = points[first:]
     if len(inside) < 2:
         return Growth(missing if missing is not None else Missing(f"{name}: fewer than two values in the window"))
     total, resets = 0.0, 0

@@ -75,6 +75,6 @@ def check_pair(before: RunRecord, after: RunRecord) -> list[Problem]:
         left, right = (sides[not record.embedded] for record in (before, after))
         found.append(Problem("embedded", f"before was measured on {left} and after on {right}", "measure both sides on your server"))
     apis = [str(record.settings.get("api", {}).get("value", "")) for record in (before, after)]
-    if apis[0] != apis[1]:
+    if all(apis) and apis[0] != apis[1]:
         found.append(Problem("api", f"before was measured through {apis[0]} and after through {apis[1]}", "use one --kv-api on both sides"))
     return found

@@ -1,0 +1,119 @@
+"""Each thing that spoils a measurement is broken on purpose here: unseen, it would let a verdict rest on unsound evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pytest_kvcache.analysis.soundness import Facts, Limits, problems
+from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow, TelemetryRow
+from tests.analysis.made_run import T0, MadeRun, closed_loop, request, sample, snapshot
+
+
+def late(rows: list[RequestRow], by_s: float) -> list[RequestRow]:
+    return [msgspec.structs.replace(row, intended_s=row.sent_s - by_s) for row in rows]
+
+
+def polled(rows: list[RequestRow], keep: Callable[[int], bool], **values: float) -> list[TelemetryRow]:
+    return [sample(rows, T0 - 0.3 + i / 10, **values) for i in range(48) if keep(i)]
+
+
+def failing_reads(rows: list[RequestRow]) -> list[TelemetryRow]:
+    found = polled(rows, lambda i: i % 5 == 0)
+    return found + [TelemetryRow(T0 - 0.29 + i / 10, error="HTTP 503") for i in range(48)]
+
+
+ROWS = closed_loop()
+WRONG = [request(i, i * 0.2, prompt_tokens=130) for i in range(10)]
+
+BROKEN: dict[str, tuple[str, MadeRun]] = {
+    "a load without its end line": ("incomplete", MadeRun(no_end=True)),
+    "a load that was killed": ("incomplete", MadeRun(end=LoadEnd(T0 + 4, rows=16, reason="signal"))),
+    "rows that are missing": ("incomplete", MadeRun(end=LoadEnd(T0 + 4, rows=17, reason="duration"))),
+    "a profile that raised": ("exception", MadeRun(notes=[LoadNote(T0 + 1, "task exception", "KeyError: 'x'")])),
+    "a tool that broke": ("tool", MadeRun(record={"problems": ["the sampler's disk was full"]})),
+    "no request at all": ("no_requests", MadeRun(rows=[])),
+    "a client that sends late": ("client_bound", MadeRun(rows=late(ROWS, 0.4))),
+    "a client whose event loop lags": ("client_bound", MadeRun(end=LoadEnd(T0 + 4, rows=16, reason="duration", lag_p99_s=0.6))),
+    "too few requests": ("too_few", MadeRun(rows=[request(0, 0.0, length_s=2.0), request(1, 0.1, length_s=2.0)])),
+    "too few requests in one lane": ("too_few", MadeRun(rows=[*ROWS, request(99, 1.0, lane="nearmax")])),
+    "prompts of another length": ("lengths", MadeRun(rows=WRONG)),
+    "prompts that are shorter": ("lengths", MadeRun(rows=[request(i, i * 0.2, prompt_tokens=90) for i in range(10)])),
+    "clocks that disagree": ("clock", MadeRun(record={"load_started_wall_s": T0 + 30, "load_ended_wall_s": T0 + 60})),
+    "telemetry that covers a part": ("coverage", MadeRun(samples=polled(ROWS, lambda i: i < 24))),
+    "telemetry that mostly fails": ("coverage", MadeRun(samples=failing_reads(ROWS))),
+    "no telemetry": ("coverage", MadeRun(samples=[])),
+    "a counter that fell": ("restart", MadeRun(samples=polled(ROWS, lambda i: True, preemptions=1.0), before=[snapshot(T0 - 0.5, preemptions=4)])),
+    "a start time that moved": ("restart", MadeRun(after=[snapshot(T0 + 5, start_time=T0 + 2)])),
+    "a pool that changed": ("moved", MadeRun(after=[snapshot(T0 + 5, usable=63)])),
+    "a KV dtype that changed": ("moved", MadeRun(after=[snapshot(T0 + 5, kv_dtype="fp8")])),
+    "requests of others that finished": ("other_traffic", MadeRun(before=[snapshot(T0 - 1, finished=100)], after=[snapshot(T0 + 5, finished=160)])),
+    "prompt tokens of others": (
+        "other_traffic",
+        MadeRun(before=[snapshot(T0 - 1, prompt_tokens=0)], after=[snapshot(T0 + 5, prompt_tokens=5000)]),
+    ),
+    "requests of others that run": ("other_traffic", MadeRun(samples=polled(ROWS, lambda i: True, running=5.0))),
+    "a warm prefix cache": ("warm_cache", MadeRun(before=[snapshot(T0 - 1, prefix_hits=0)], after=[snapshot(T0 + 5, prefix_hits=800)])),
+    "a warm prefix cache that only the answers tell": ("warm_cache", MadeRun(rows=closed_loop(cached_tokens=64))),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_it_is_seen(tmp_path: Path, name: str) -> None:
+    rule, made = BROKEN[name]
+    found = analyse(made.write(tmp_path / "1-normal")).problems
+    assert [problem.rule for problem in found] == [rule], found
+    assert found[0].text
+    assert found[0].mend
+
+
+def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
+    rows = closed_loop(seconds=40.0)
+    samples = [sample(rows, T0 - 0.3 + i / 10) for i in range(410) if not 100 <= i < 135]
+    found = analyse(MadeRun(rows=rows, samples=samples).write(tmp_path / "1-normal")).problems
+    assert [problem.rule for problem in found] == ["gap"]
+    assert "3.60 s" in found[0].text
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        MadeRun(rows=[request(0, 0.0, length_s=2.0)], record={"options": {"requests": 1}}),
+        MadeRun(rows=closed_loop(cached_tokens=64), record={"options": {"shared_prefix": 64}}),
+        MadeRun(rows=late(closed_loop(), 0.2)),
+        MadeRun(rows=[request(i, i * 0.2, prompt_tokens=103) for i in range(10)]),
+        MadeRun(before=[snapshot(T0 - 1, finished=100)], after=[snapshot(T0 + 5, finished=118)]),
+        MadeRun(
+            before=[snapshot(T0 - 1, prompt_tokens=0)],
+            after=[snapshot(T0 + 5, prompt_tokens=2400)],
+            notes=[LoadNote(T0 - 0.1, "prepared", values={"requests": 4, "prompt_tokens": 800})],
+        ),
+        MadeRun(samples=polled(ROWS, lambda i: i % 3 != 1)),
+    ],
+    ids=["one request asked for", "sharing meant", "a little late", "lengths within reach", "a nudge beside the load", "what preparation asked", "lost samples"],
+)
+def test_what_is_sound_is_not_called_unsound(tmp_path: Path, made: MadeRun) -> None:
+    assert analyse(made.write(tmp_path / "1-normal")).problems == []
+
+
+def test_a_slow_server_may_have_a_client_that_lags_in_proportion() -> None:
+    assert problems(Facts(sent=10, lag_p99_s=0.9, ttft_p50_s=10.0)) == []
+    assert [problem.rule for problem in problems(Facts(sent=10, lag_p99_s=1.1, ttft_p50_s=10.0))] == ["client_bound"]
+
+
+def test_limits_can_be_set(tmp_path: Path) -> None:
+    run = MadeRun(rows=late(ROWS, 0.4)).write(tmp_path / "1-normal")
+    assert analyse(run, Limits(lag_s=0.5)).problems == []
+
+
+def test_an_unknown_worker_does_not_hide_missing_rows(tmp_path: Path) -> None:
+    run = MadeRun().write(tmp_path / "1-normal")
+    path = run.folder / "requests.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:5] + lines[6:]))
+    assert [problem.rule for problem in analyse(run).problems] == ["incomplete"]
+    assert msgspec.json.decode(lines[0], type=LoadStart).profile == "normal"
