@@ -157,12 +157,12 @@ def check_ready(
     pause = 0.1
     with endpoint.client(min(30.0, deadline_s)) as client:
         while True:
-            left = max(0.05, deadline - time.monotonic())
+            left = max(1.0, deadline - time.monotonic())
             try:
                 answer = ask(endpoint, client, "GET", _MODELS, timeout_s=min(left, 10.0), limit_bytes=_MODELS_BYTES)
                 status = answer.status
                 chosen = _choose(endpoint, _read_models(endpoint, answer))
-                _one_token(chosen, client, max(0.05, min(deadline - time.monotonic(), 300.0)))
+                _one_token(chosen, client, min(max(1.0, deadline - time.monotonic()), 300.0))
                 return chosen
             except EndpointUnreachable as error:
                 failure: EndpointUnreachable | EndpointRefused = error

@@ -25,7 +25,7 @@ from pytest_kvcache.server.startlog import last_lines, read_log_tail, root_cause
 from pytest_kvcache.settings import Settings
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_PUBLISHED = re.compile(r"(?:(?:[0-9.]+|\[[0-9a-fA-F:]+\]):)?([0-9]{1,5})(?::[0-9]{1,5})?(?:/tcp)?")
+_PUBLISHED = re.compile(r"(?:(?:[0-9]+(?:\.[0-9]+){3}|\[[0-9a-fA-F:]+\]):)?([0-9]{1,5})(?::[0-9]{1,5})?(?:/tcp)?")
 _EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::", "localhost", "*"})  # noqa: S104 -- named to be replaced by loopback
 _TAIL_BYTES = 1 << 20
 _KILLED = "the kernel ends processes so when memory runs out: see dmesg, and give the server less"

@@ -23,6 +23,7 @@ import psutil
 
 import pytest_kvcache
 from pytest_kvcache.errors import CannotWrite, LaunchFailed
+from pytest_kvcache.server.supervisor import is_live
 
 _START_S = 30.0
 _EXTRA_S = 15.0
@@ -133,7 +134,7 @@ class OwnedProcess:
             tree = psutil.Process(self._supervisor.pid).children(recursive=True)
         except psutil.Error:
             tree = self._orphans()
-        alive = [process.pid for process in tree if _is_live(process)]
+        alive = [process.pid for process in tree if is_live(process)]
         return sorted(alive, key=lambda pid: pid != self.pid)
 
     def stop(self) -> None:
@@ -164,21 +165,20 @@ class OwnedProcess:
             _running.discard(self)
 
     def _orphans(self) -> list[psutil.Process]:
-        """Return the command and its descendants where the supervisor is gone and they are not."""
+        """Return what is left of the tree where the supervisor is gone: the command's session, and the descendants of the command."""
         if not self.pid or not self._born:
             return []
+        found: dict[int, psutil.Process] = {}
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.pid)
-            if root.create_time() == self._born:
-                return [root, *root.children(recursive=True)]
-        return []
-
-
-def _is_live(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+            if root.create_time() != self._born:
+                return []  # the number has been given to another process, which is no business of ours
+            found = {process.pid: process for process in (root, *root.children(recursive=True))}
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.getsid(pid) == self.pid:
+                    found[pid] = psutil.Process(pid)
+        return list(found.values())
 
 
 @atexit.register

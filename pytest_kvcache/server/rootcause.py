@@ -2,7 +2,7 @@
 
 A log of a failed start ends in wrappers ("Engine core initialization failed. See root cause above"), and the cause stands
 somewhere above them. Known sentences are looked for first, the latest one wins; then the last line of the last Python traceback
-that is not a wrapper; then the last line that calls itself an error.
+that is not a wrapper; then what an engine of ours said; then the last line that calls itself an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFIX = re.compile(
     r"|\[TensorRT-LLM\]\s?\[[A-Z]+\]|\[[0-9/]{8,10}-[0-9:]{8}\] \[TRT-LLM\] \[[A-Z]\]"
     r"|[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,]{8,18}Z?(?:\s+-)?(?:\s+(?:[\w.]{1,60} - )?(?:DEBUG|INFO|WARN|WARNING|ERROR)\b)?(?:\s+[\w:]{3,60}:)?"  # TGI, plain logging
     r"|[0-9]{1,3}\.[0-9]{2}\.[0-9]{3}\.[0-9]{3} [DIWE] "  # llama.cpp with --log-prefix
-    r"|(?:ERROR|CRITICAL|FATAL|Error|error|fatal):\s(?=\S)"
+    r"|(?:ERROR|CRITICAL|FATAL|Error|error|fatal):\s{1,8}(?=\S)"
     r")\s?"
 )
 
@@ -57,8 +57,8 @@ _SENTENCES = (
 # Words that make a whole line the cause.
 _LINES = (
     # llama.cpp
-    r"failed to open GGUF file ",
-    r"error loading model(?: \w{1,20}){0,2}: ",
+    r"\bgguf_init_from_\w{1,20}: ",
+    r"error loading model(?: \w{1,20}){0,2}: (?!llama_model_loader: failed to load model from)",
     r"failed to allocate buffer for kv cache",
     r"V cache quantization requires flash.?attn",
     r"couldn't bind (?:HTTP )?server socket",
@@ -82,9 +82,11 @@ _KNOWN = re.compile(f"(?P<sentence>{'|'.join(_SENTENCES)})|(?P<line>{'|'.join(_L
 _EXCEPTION = re.compile(r"(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Fault|NotFound|Expired|Missing\w*)(?::\s*\S.*|\Z)")
 _WRAPPERS = re.compile(
     r"EngineCore failed to start|EngineCore encountered an issue|EngineDeadError|Engine core initialization failed|Failed core proc"
-    r"|Engine process failed to start|WorkerProc initialization failed|See (?:the )?(?:stack trace|root cause)|SystemExit|KeyboardInterrupt|CancelledError"
+    r"|Engine process failed to start|WorkerProc initialization failed|(?:see|check) (?:the )?(?:stack trace|root cause)|SystemExit|KeyboardInterrupt|CancelledError"
     r"|BrokenPipeError|ConnectionResetError|EOFError|ShardCannotStart|ChildFailedError|ActorDiedError|Exception in thread|Worker \w+ died"
 )
+# What our own engines say when they cannot start: "llamacpp: there is no such model file | where: ... | try: ..."
+_OURS = re.compile(r"[a-z-]{2,30}: [^\n]{1,400} \| (?:where|try):")
 _SHOUT = re.compile(
     r"^(?:fatal )?error\b|\berror: |\bfatal\b|\bfailed (?:to|with)\b|\b(?:cannot|can't|could not|couldn't|unable to)\b|panicked at"
     r"|segmentation fault|illegal instruction|terminate called|exiting due to|^killed\b|^aborted\b|assertion .{0,60}failed",
@@ -136,6 +138,9 @@ def root_cause(text: str) -> str:
         line = lines[index]
         if _EXCEPTION.match(line) and not _WRAPPERS.search(line):
             return _tidy(_with_details(lines, index))
+    for line in reversed(lines):
+        if _OURS.match(line):
+            return _tidy(line)
     for index in range(len(lines) - 1, -1, -1):
         if _SHOUT.search(lines[index][:_MAX_CHARS]) and not _WRAPPERS.search(lines[index]) and not _QUIET.search(raw[index]):
             return _tidy(lines[index])

@@ -69,6 +69,9 @@ def facts(text: str) -> dict[str, Value]:
                 found[name] = (value, line)
     for name, (value, line) in (vllm.totals() | llama.totals()).items():
         found[name] = (value, line)
+    if "num_gpu_blocks_override" in found and vllm.workers:
+        # The pool was set by hand: the memory that vLLM had found for it is not the memory that it takes.
+        del found["pool_bytes"]
     return {name: Reading(value, QUANTITIES[name].unit, _source(line)) for name, (value, line) in found.items()}
 
 

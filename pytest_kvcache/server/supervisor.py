@@ -222,7 +222,7 @@ class Supervisor:
         """Return every live descendant."""
         self._reap()
         with contextlib.suppress(psutil.Error):
-            return [process for process in psutil.Process().children(recursive=True) if _is_live(process)]
+            return [process for process in psutil.Process().children(recursive=True) if is_live(process)]
         return []
 
     def _signal_all(self, number: signal.Signals, told: set[int]) -> bool:
@@ -250,7 +250,8 @@ class Supervisor:
         return [process.pid for process in self._tree()]
 
 
-def _is_live(process: psutil.Process) -> bool:
+def is_live(process: psutil.Process) -> bool:
+    """Return whether a process runs: a dead one whose parent has not taken note of it does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

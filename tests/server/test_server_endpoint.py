@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.server import endpoint as module
@@ -17,7 +18,6 @@ from pytest_kvcache.server.endpoint import Endpoint, check_ready, choose_model, 
 from pytest_kvcache.server.launch import free_port
 from pytest_kvcache.server.transport import Answer, ask, error_text, plain, unreachable
 from pytest_kvcache.settings import Settings
-from tests.scripted_server import ScriptedServer
 
 DATA = Path(__file__).parent.parent / "data"
 LORA: list[dict[str, Any]] = [

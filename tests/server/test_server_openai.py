@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, UsageError
 from pytest_kvcache.server.endpoint import Endpoint, complete, parse_endpoint, tokenize
@@ -16,7 +17,6 @@ from pytest_kvcache.server.launch import free_port
 from pytest_kvcache.server.openai import read_completion, request_body
 from pytest_kvcache.server.transport import Answer
 from pytest_kvcache.settings import Settings
-from tests.scripted_server import ScriptedServer
 
 
 def at(server: ScriptedServer, **fields: Any) -> Endpoint:
