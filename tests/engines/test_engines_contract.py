@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_kvcache import engines
 from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Values, detect, read, read_values
 from pytest_kvcache.errors import UnknownEngine
 from pytest_kvcache.observe.exposition import parse_samples
@@ -299,6 +300,12 @@ def test_a_dialect_that_is_silent_about_a_quantity_cannot_be_made() -> None:
         Dialect("x", "X", "x", "blocks", True, {name: rule for name, rule in vllm.reads.items() if name != "usage"}, vllm.version)
     with pytest.raises(ValueError, match=r"unknown.*made_up"):
         Dialect("x", "X", "x", "blocks", True, {**vllm.reads, "made_up": vllm.reads["usage"]}, vllm.version)
+
+
+def test_an_engine_is_one_file_that_nothing_else_lists() -> None:
+    modules = {path.stem for path in Path(engines.__file__).parent.glob("*.py") if not path.name.startswith("_")}
+    assert set(DIALECTS) == modules
+    assert not [module for module in modules if f"engines.{module}" in Path(engines.__file__).read_text()]
 
 
 def test_every_engine_has_a_recorded_case() -> None:
