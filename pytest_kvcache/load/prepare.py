@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pytest_kvcache.errors import EndpointRefused, KvError, UsageError
+from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.prompts import CALIBRATED, ESTIMATED, IDS, LEAD, TOKENIZE, WORDS, Prompt, PromptSource, Vocabulary, made_up_words
 from pytest_kvcache.load.rejections import classify, clean_text
@@ -136,6 +136,9 @@ def _count(value: Any) -> int | None:
 
 
 def _refused(answer: Answer, where: str, hint: str) -> EndpointRefused:
+    if 300 <= answer.status < 400:
+        target = clean_text(answer.headers.get("location", "nowhere"), 200)
+        return EndpointRefused(f"the server redirects to {target}, which is not followed", where=where, hint="name the address that it redirects to")
     _, text, _ = classify(answer.status, answer.body, answer.headers)
     return EndpointRefused(f"the server says HTTP {answer.status}: {text}", where=where, hint=hint)
 
@@ -217,7 +220,9 @@ class _Learner:
             if self.max_model_len is not None and count + 8 > self.max_model_len and overheads:
                 break
             probe = self._probe(PromptSource(vocabulary, self.nonce).make(count, "probe", count))
-            if self.unanswered and vocabulary.source == IDS:
+            if vocabulary.source == IDS and (self.unanswered or (probe.outcome in _ANSWERED and probe.prompt_tokens is None)):
+                if not self.unanswered:
+                    self.notes.append("the server counts no tokens: lengths are not verified")
                 return vocabulary
             if probe.outcome == contract.BAD_REQUEST or (probe.prompt_tokens is None and vocabulary.source != TOKENIZE):
                 return None
@@ -324,9 +329,12 @@ class _Learner:
         tokens = 2
         body = self.target.body_head(tokens, ignore_eos=ignore_eos, usage=usage) + prompt.json + self.target.body_tail
         for attempt in range(3):
-            answer = self.ask("POST", self.target.path.removeprefix(self.target.prefix), body)
             self.spent["requests"] += 1
             stream = Stream()
+            try:
+                answer = self.ask("POST", self.target.path.removeprefix(self.target.prefix), body)
+            except EndpointUnreachable as broken:
+                return _Probe(contract.RESET, 0, broken.what, None)
             if answer.status != 200:
                 outcome, error, wait_s = classify(answer.status, answer.body, answer.headers)
             elif "event-stream" in answer.headers.get("content-type", "") or answer.body.lstrip()[:5] == b"data:":

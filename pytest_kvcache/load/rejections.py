@@ -181,7 +181,11 @@ def classify(
         if by_meaning is None and (code == 429 or _RATE.search(text)):
             by_meaning = contract.RATE_LIMITED
         return by_meaning or contract.ERROR_IN_STREAM, clean_text(f"in the stream: {shown or 'an error frame without text'}"), wait_s
-    found = _by_status(status, text, headers)
+    if status < 400:
+        # an error that hides behind a 200: its own code says what it is, else its words
+        found = _by_status(code, text, headers) if code is not None and 400 <= code < 600 else _by_text(text) or contract.SERVER_ERROR
+    else:
+        found = _by_status(status, text, headers)
     if found == contract.SERVER_ERROR and status < 400:
         shown = f"HTTP {status} that is no event stream: {shown or 'an empty body'}"
     return found, clean_text(shown or f"HTTP {status} with an empty body"), wait_s
