@@ -28,7 +28,6 @@ LOG_INFO = 4  # the level that has the lines of the KV cache and of each request
 # Each open connection holds one of the HTTP threads, idle or streaming. llama.cpp's default (8 on a small machine) would let
 # a load of more users starve every read of /metrics.
 HTTP_THREADS = 256
-STOP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def serve(options: LlamaOptions) -> None:
-    """Serve until TERM or INT. Raises UsageError (wheel missing), CannotWrite (no model cache) and LaunchFailed."""
+def serve(options: LlamaOptions) -> NoReturn:
+    """Serve until TERM or INT, then end the process. Raises UsageError (wheel missing), CannotWrite (no model cache) and LaunchFailed."""
     recall.need_libraries("xllamacpp")
     model = options.model or recall.model_paths().gguf
     check_port(options.host, options.port)
@@ -168,11 +167,9 @@ def serve(options: LlamaOptions) -> None:
     _say(f"llamacpp: serving {options.alias} at {server.listening_address}")
     stop.wait()
     _say("llamacpp: stopping")
-    # Requests may still be running; whoever asked us to stop shall not wait for them.
-    last = threading.Timer(STOP_SECONDS, os._exit, args=(0,))
-    last.daemon = True
-    last.start()
-    del server
+    # Not through the server's own destructor: it waits for running requests, with Python's lock held, so nothing could cut it short.
+    # There is nothing to save, and the operating system closes the rest.
+    os._exit(0)
 
 
 def _say(text: str) -> None:
@@ -189,7 +186,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":
