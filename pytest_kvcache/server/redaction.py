@@ -27,7 +27,8 @@ _NAME = (
     r"|(?:access|auth|hf|hub|refresh|session|id|bearer|security|github|gitlab)[-_]token|token"
     r"|(?:client[-_])?secrets?|password|passwd|passphrase|pwd|credentials?|(?:proxy[-_])?authorization|(?:set[-_])?cookie)"
 )
-_VALUE = r"(?:\[[^\]\n]{0,4000}\]?|\"(?:[^\"\\\n]|\\.){0,4000}\"?|'(?:[^'\\\n]|\\.){0,4000}'?|[^\s,;&'\"()\[\]{}]+)"
+# Quoted parts, lists and bare words in any mixture, as a shell reads them, up to the next separator.
+_VALUE = r"(?:\[[^\]\n]{0,4000}+\]?|\"(?:[^\"\\\n]|\\.){0,4000}+\\?\"?|'(?:[^'\\\n]|\\.){0,4000}+\\?'?|[^\s,;&'\"()\[\]{}]++)++"
 _EMPTY = re.compile(r"[\[\]\"'\s,]*(?:true|false|none|null|auto)?[\[\]\"'\s,]*\Z", re.IGNORECASE)
 _NUMBER = re.compile(r"[\[\]\"'\s,]*-?[0-9][0-9,._]*%?x?[\[\]\"'\s,]*\Z")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pytest_kvcache.server.redaction import is_secret_flag, is_secret_name, redact, redact_words
@@ -149,6 +149,8 @@ PIECES = [
 
 
 @given(st.text(max_size=100) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
+@example("KEY='0\\")
+@example("api_key='a'b")
 def test_hiding_twice_is_hiding_once(text: str) -> None:
     once = redact(text)
     assert redact(once) == once
