@@ -268,7 +268,8 @@ def quality_chart(sides: Sequence[Rates], *, key: str, label: str, bound: float 
 
     lengths = sorted(sorted(lengths, key=worst)[:MAX_LENGTHS])
     with context():
-        wide = max(3.4, min(7.6, 1.0 + 0.36 * len(lengths) * max(len(sides), 1)))
+        longest = max(len(f"{passed}/{asked}") for rates in sides for passed, asked, _, _ in rates.by_length.values())
+        wide = max(3.4, min(7.6, 1.0 + (0.2 + 0.045 * longest) * len(lengths) * max(len(sides), 1)))
         figure = canvas(wide, 2.3)
         axes = figure.subplots()
         width = 0.8 / max(len(sides), 1)
@@ -283,7 +284,7 @@ def quality_chart(sides: Sequence[Rates], *, key: str, label: str, bound: float 
             fill = BEFORE if rates.side == "before" else AFTER
             axes.bar(at, heights, width * 0.86, color=fill, alpha=0.85, label=rates.side or "measured")
             axes.errorbar(at, heights, yerr=spread, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
-            if len(lengths) * len(sides) <= 24:
+            if len(lengths) * len(sides) * (0.2 + 0.045 * longest) <= 7:
                 for x, c in zip(at, cells, strict=True):
                     axes.text(x, 1.04, f"{c[0]}/{c[1]}", ha="center", va="bottom", fontsize=6.5, color=MUTED)
         _ticks(axes, 1.15, percent=True)

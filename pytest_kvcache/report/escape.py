@@ -16,7 +16,7 @@ _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufdd0-\ufdef\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
 _MARKDOWN = re.compile(r"([\\`*_\[\](){}|~!])")
-_LEADING = re.compile(r"^(?:[-+=#]|\d+(?=[.)]))")
+_LEADING = re.compile(r"^(?:[-+=#]|\d+(?=[.)](?:\s|\Z)))")
 _REFERENCE = re.compile(r"([@#])(?=\w)|(:)(?=//)|(www)(?=\.)", re.IGNORECASE)
 
 

@@ -24,8 +24,8 @@ from pytest_kvcache.report.model import (
     gate_sentence,
     gate_title,
     in_order,
+    show_bound,
     show_interval,
-    show_number,
     show_record,
     show_value,
     three_numbers,
@@ -159,14 +159,14 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
         "verdict": plain(gate.verdict, 20),
         "kind": _KINDS.get(gate.verdict, "unsure"),
         "title": gate_title(gate),
-        "text": text if gate.verdict != "PASS" or not (gate.bound_text or value) else "",
+        "text": text if gate.verdict != "PASS" or gate.before is not None or not (gate.bound_text or value) else "",
         "beside": beside(view, gate),
         "note": methods.index(method) + 1 if (method := plain(gate.method, 300)) in methods else 0,
         "before": before,
         "after": after,
-        "value": value,
-        "interval": show_interval(gate),
-        "bound": plain(gate.bound_text, 80) or (show_number(gate.bound, gate.unit) if gate.bound is not None else ""),
+        "value": value or show_interval(gate),
+        "interval": show_interval(gate) if value else "",
+        "bound": show_bound(gate),
         "href": quote(gate.evidence) if len(gate.evidence) < 300 and _EVIDENCE.match(gate.evidence) else "",
         "bullet": bullet(gate),
     }
@@ -308,6 +308,7 @@ def _runs(view: SessionView) -> dict[str, Any]:
         # Only files of our own names, and only inside the session: a record cannot make the page link elsewhere.
         inside = folder.parent.name == "runs"
         files = [(name, f"runs/{quote(folder.name)}/{name}") for name in _FILES if inside and (folder / name).is_file()]
-        when = _moment(record.started_wall_s)
+        when = time.strftime("%H:%M:%S", time.gmtime(record.started_wall_s)) if 0 < record.started_wall_s < 4e9 else ""
         runs.append({"name": folder.name, "side": side, "profile": record.profile, "window": record.window + 1, "when": when, "files": files})
-    return {"runs": runs, "more_runs": max(len(everything) - MAX_RUNS, 0)}
+    logs = [(path.name, quote(path.name)) for path in sorted(view.folder.glob("server*.log"))[:8]]
+    return {"runs": runs, "more_runs": max(len(everything) - MAX_RUNS, 0), "logs": logs}

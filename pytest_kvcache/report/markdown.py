@@ -15,6 +15,7 @@ from pytest_kvcache.report.model import (
     gate_title,
     in_order,
     is_usage,
+    show_bound,
     show_interval,
     show_record,
     why,
@@ -82,7 +83,7 @@ def _gates(view: SessionView) -> list[str]:
     compared = any(gate.before is not None for gate in gates)
     lines = ["### Gates", ""]
     if gates:
-        heads = ["verdict", "gate", *(["before", "after", "change"] if compared else ["value"]), "bound"]
+        heads = ["verdict", "gate", *(["before", "after", "worse by"] if compared else ["value"]), "bound"]
         lines += [_table(heads, [_row(view, gate, compared) for gate in gates[:MAX_GATES]], 2), ""]
         if len(gates) > MAX_GATES:
             lines += [f"{len(gates) - MAX_GATES} further gates are in verdict.json.", ""]
@@ -104,13 +105,14 @@ def _row(view: SessionView, gate: GateRecord, compared: bool) -> list[str]:
     if is_usage(gate) or gate.beside:
         title += f"<br>{markdown(beside(view, gate))}"
     word = f"{_SIGNS.get(gate.verdict, '')} {markdown(gate.verdict, 20)}".strip()
-    value, bound = markdown(show_record(gate.value), 60), markdown(gate.bound_text, 80)
+    value, bound = markdown(show_record(gate.value), 60), markdown(show_bound(gate), 80)
     if not compared:
         return [word, title, value, bound]
     if gate.before is None and gate.after is None:
         sides = [value, ""] if gate.side == "before" else ["", value]
         return [word, title, *sides, "", bound]
-    change = " ".join(part for part in (value, f"({markdown(show_interval(gate))})" if show_interval(gate) else "") if part)
+    interval = markdown(show_interval(gate))
+    change = f"{value} ({interval})" if value and interval else value or interval
     return [word, title, markdown(show_record(gate.before), 60), markdown(show_record(gate.after), 60), change, bound]
 
 

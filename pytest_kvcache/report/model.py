@@ -139,7 +139,7 @@ def why(verdict: VerdictRecord) -> str:
     count = f"{len(gates)} gate{'s' if len(gates) != 1 else ''}"
     aside = len(not_applicable(verdict.gates))
     if verdict.verdict == "INVALID":
-        causes = [gate_text(gate) for gate in by["INVALID"]] or list(verdict.problems)
+        causes = list(dict.fromkeys(_cause(gate) for gate in by["INVALID"])) or list(verdict.problems)
         return f"The evidence is unsound: {_list(causes)}." if causes else "The evidence is unsound."
     if verdict.verdict == "FAIL" and by["FAIL"]:
         unsound = f"; {len(by['INVALID'])} more rest on unsound evidence" if by["INVALID"] else ""
@@ -160,6 +160,12 @@ def why(verdict: VerdictRecord) -> str:
     return f"{count} judged."
 
 
+def _cause(gate: GateRecord) -> str:
+    """Return what makes an INVALID gate so, without how to mend it and what was not judged: many gates share one cause."""
+    text = plain(gate.text, 2000).partition("; to mend it: ")[0].partition(". Not judged: ")[0]
+    return text.removeprefix("the evidence is unsound: ") or gate_title(gate)
+
+
 def gate_title(gate: GateRecord) -> str:
     """Return the gate's name with the lane that it was judged on."""
     name = plain(gate.name.replace("_", " "), 80)
@@ -168,7 +174,10 @@ def gate_title(gate: GateRecord) -> str:
 
 
 def gate_text(gate: GateRecord) -> str:
-    """Return the gate's own sentence with its lane, for a place where nothing else of the gate is shown."""
+    """Return the gate in one phrase with its lane, for a place where nothing else of it is shown; a usage ratio keeps what stands beside it."""
+    if gate.before is not None and gate.after is not None:
+        phrase = f"{gate_title(gate)}: {show_record(gate.before)} before, {show_record(gate.after)} after"
+        return f"{phrase} ({plain(gate.beside)})" if is_usage(gate) and gate.beside else phrase
     text = plain(gate.text)
     if not text:
         return f"{gate_title(gate)}: {show_record(gate.value)}"
@@ -203,12 +212,24 @@ def show_record(record: ValueRecord | None) -> str:
 
 
 def show_interval(gate: GateRecord) -> str:
-    """Return the interval that was judged, as text; empty where none was."""
+    """Return the interval that was judged, as text with its unit once; empty where none was."""
     if gate.low is None and gate.high is None:
         return ""
-    low = None if gate.low is None else show_number(gate.low, gate.unit)
-    high = None if gate.high is None else show_number(gate.high, gate.unit)
-    return f"≥ {low}" if high is None else f"≤ {high}" if low is None else f"{low} to {high}"
+    low = "" if gate.low is None else show_number(gate.low, gate.unit)
+    high = "" if gate.high is None else show_number(gate.high, gate.unit)
+    if not low or not high:
+        return f"≥ {low}" if low else f"≤ {high}"
+    figure, _, unit = low.partition(" ")
+    return f"{figure} to {high}" if unit and high.endswith(f" {unit}") else f"{low} to {high}"
+
+
+def show_bound(gate: GateRecord) -> str:
+    """Return the bound in few characters: ``at most`` and ``at least`` as signs."""
+    text = plain(gate.bound_text, 80) or (show_number(gate.bound, gate.unit) if gate.bound is not None else "")
+    for words, sign in (("at most ", "≤ "), ("at least ", "≥ ")):
+        if text.startswith(words):
+            return sign + text.removeprefix(words)
+    return text
 
 
 def is_usage(gate: GateRecord) -> bool:
@@ -250,12 +271,18 @@ def idle_numbers(analysis: Analysis) -> str:
 
 
 def beside(view: SessionView, gate: GateRecord) -> str:
-    """Return what stands beside the gate's usage ratio: what the judge wrote, else what the Runs of its lane say."""
-    if gate.beside or not is_usage(gate):
+    """Return what stands beside the gate's usage ratio: what the judge wrote, else what the Runs of its lane say; of both sides in a comparison."""
+    if not is_usage(gate):
         return plain(gate.beside)
-    side = gate.side or "after"
-    pool = dict(view.sides()).get(side if view.compared else "", view.after)
-    lane = [a for a in pool if a.run.record.profile == gate.lane] or list(pool)
-    peak = at_peak(lane)
-    say = idle_numbers if gate.quantity.startswith("idle.") else three_numbers
-    return plain(say(peak)) if peak is not None else "pool size, free space and running requests: not measured"
+    own = plain(gate.beside) or _of_lane(view, gate, gate.side or "after")
+    if gate.before is None:
+        return own
+    return f"before: {_of_lane(view, gate, 'before')}; after: {own}"
+
+
+def _of_lane(view: SessionView, gate: GateRecord, side: str) -> str:
+    measured = dict(view.sides()).get(side if view.compared else "", view.after)
+    peak = at_peak([a for a in measured if a.run.record.profile == gate.lane] or measured)
+    if peak is None:
+        return "pool size, free space and running requests were not measured"
+    return plain(idle_numbers(peak) if gate.quantity.startswith("idle.") else three_numbers(peak))

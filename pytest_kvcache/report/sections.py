@@ -111,7 +111,7 @@ def sides(view: SessionView) -> Table:
         table.rows.append(["windows", *(_windows(analyses) for _, analyses in columns)])
         table.rows.append(["measured from", *(_moment(min((a.run.record.started_wall_s for a in analyses), default=0.0)) for _, analyses in columns)])
     row("prefix cache at start", lambda a: a.run.record.cache_state)
-    row("seeds", lambda a: str(a.run.record.seed))
+    row("seeds", lambda a: str(a.run.record.seed) if a.run.record.load_started_wall_s else "")
     row("workload", lambda a: f"{a.run.record.profile} {a.run.record.workload[:12]}" if a.run.record.workload else "")
     return table
 
@@ -247,7 +247,8 @@ def broken_lengths(sides_by_length: dict[str, dict[int, tuple[int, int]]]) -> li
 
 def problems(view: SessionView) -> list[tuple[str, str, str]]:
     """Return what makes the evidence unsound or incomplete as ``(where, what, how to mend it)``."""
-    rows = [("session", plain(text), "") for text in (*view.verdict.problems, *view.unread)]
+    found = {plain(p.text) for _, analyses in view.sides() for a in analyses for p in a.problems}
+    rows = [("session", text, "") for raw in (*view.verdict.problems, *view.unread) if (text := plain(raw)) not in found]
     for side, analyses in view.sides():
         for analysis in analyses:
             where = plain(" ".join(part for part in (side, analysis.run.folder.name) if part), 120)

@@ -6,6 +6,8 @@ import re
 import textwrap
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report.escape import clip, plain
 from pytest_kvcache.report.model import (
@@ -15,6 +17,7 @@ from pytest_kvcache.report.model import (
     gate_title,
     in_order,
     is_usage,
+    show_bound,
     show_interval,
     show_record,
     why,
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 _COLOURS = {"PASS": "\x1b[32m", "FAIL": "\x1b[31m", "INCONCLUSIVE": "\x1b[33m", "INVALID": "\x1b[35m"}
 _BOLD, _DIM, _OFF = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _UNIT = re.compile(r" (?:tokens/s|tokens|blocks|requests|events|items)\Z")
+# What a bound says beyond its figure ("of the pool higher") is in the head of the column beside it.
+_SHORT = re.compile(r"([≤≥] \S+ \S+) .*")
 MAX_PASSED = 40
 
 
@@ -77,17 +82,14 @@ def _table(view: SessionView, color: bool, width: int) -> list[str]:
     if not shown:
         return []
     compared = any(gate.before is not None for gate in shown)
-    heads = ["verdict", "gate", *(("before", "after", "change") if compared else ("value",)), "bound"]
-    rows = [_row(gate, compared) for gate in shown]
-
-    def taken() -> int:
+    heads = ["verdict", "gate", *(("before", "after", "worse by") if compared else ("value",)), "bound"]
+    for narrow in (False, True):
+        rows = [_row(gate, compared, narrow) for gate in shown]
         # tabulate puts two spaces between columns and makes each two wider than its head
-        return sum(max(len(head) + 2, *(len(row[i]) for row in rows)) + 2 for i, head in enumerate(heads) if i != 1)
-
-    if width - taken() < 24:
-        # The bound keeps its unit; a narrow terminal shows the figures beside it without theirs.
-        rows = [[*row[:2], *(_UNIT.sub("", cell) for cell in row[2:-1]), row[-1]] for row in rows]
-    room = max(width - taken(), 12)
+        room = width - sum(max(len(head) + 2, *(len(row[i]) for row in rows)) + 2 for i, head in enumerate(heads) if i != 1)
+        if room >= 24:
+            break
+    room = max(room, 12)
     rows = [[row[0], clip(row[1], room), *row[2:]] for row in rows]
     text = str(tabulate(rows, headers=heads, disable_numparse=True, colalign=["left", "left", *["right"] * (len(heads) - 2)])).splitlines()
     indent = text[1].index(" ") + 2
@@ -104,16 +106,21 @@ def _table(view: SessionView, color: bool, width: int) -> list[str]:
 def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
     """Return the lines below a gate: what a usage ratio is never shown without, and the interval of one that could not tell."""
     texts = [beside(view, gate)] if is_usage(gate) or (gate.beside and gate.verdict != "PASS") else []
-    if gate.verdict != "PASS" and (interval := show_interval(gate)):
+    if gate.verdict != "PASS" and gate.value is not None and (interval := show_interval(gate)):
         texts.append(f"interval {interval}")
     return [line for text in texts for line in textwrap.wrap(clip(text, 3 * width), max(width, 20))]
 
 
-def _row(gate: GateRecord, compared: bool) -> list[str]:
-    word, title, value = plain(gate.verdict, 12), gate_title(gate), clip(show_record(gate.value), 16)
-    bound = clip(plain(gate.bound_text), 18)
+def _row(gate: GateRecord, compared: bool, narrow: bool) -> list[str]:
+    """Return the cells of a gate; on a narrow terminal figures without their units, which the bound keeps, and one end of an interval."""
+    word, title, value, bound = plain(gate.verdict, 12), gate_title(gate), show_record(gate.value), show_bound(gate)
     if not compared:
-        return [word, title, value, bound]
+        return [word, title, clip(value, 16), clip(bound, 28)]
+    bound = clip(_SHORT.sub(r"\1", bound), 16)
     if gate.before is None and gate.after is None:
         return [word, title, *([value, ""] if gate.side == "before" else ["", value]), "", bound]
-    return [word, title, clip(show_record(gate.before), 16), clip(show_record(gate.after), 16), value, bound]
+    # The end that decided: a change that failed is worse by at least this, one that passed by at most that.
+    other = {"high": None} if gate.verdict == "FAIL" else {"low": None}
+    worse = value or show_interval(msgspec.structs.replace(gate, **other) if narrow and None not in (gate.low, gate.high) else gate)
+    cells = [clip(cell, 24) for cell in (show_record(gate.before), show_record(gate.after), worse)]
+    return [word, title, *(_UNIT.sub("", cell) if narrow else cell for cell in cells), bound]

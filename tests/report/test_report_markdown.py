@@ -29,11 +29,11 @@ def columns(line: str) -> int:
 
 def test_a_change_request_reads_the_verdict_the_gates_and_what_broke(compared: SessionView) -> None:
     text = summary(compared)
-    assert text.startswith("## ❌ FAIL: fp8-kv\n\n1 of 5 gates failed: 72 of 72 items were right before and 58 after.")
+    assert text.startswith("## ❌ FAIL: fp8-kv\n\n1 of 6 gates failed: quality not worse: 100.0 % before, 80.0 % after.")
     assert "| `kv_dtype` " in text
     assert "- worse at 2,048 tokens: 3 of 12, was 12 of 12" in text
-    assert "- FAIL quality not worse: 72 of 72 items were right before and 58 after" in text
-    assert "-51.0 % to -46.0 %" in text
+    assert "- FAIL quality not worse: 100.0 % of 72 paired items passed before" in text
+    assert "-51.0 to -46.0 %" in text
 
 
 def test_every_table_holds_together(single: SessionView, compared: SessionView, embedded: SessionView) -> None:

@@ -28,6 +28,15 @@ def verdict(word: str, *gates: str, **more: object) -> VerdictRecord:
         (verdict("INCONCLUSIVE", "PASS:a", deselected=["t"]), "1 gate was deselected, so the session was not judged in full."),
         (verdict("INCONCLUSIVE"), "No gate was judged."),
         (verdict("INVALID", "INVALID:late", "FAIL:x"), "The evidence is unsound: INVALID:late."),
+        (
+            VerdictRecord(
+                1,
+                "INVALID",
+                "s",
+                gates=[GateRecord(f"g{i}", "q", "INVALID", f"the evidence is unsound: late; to mend it: x. Not judged: {i}") for i in range(3)],
+            ),
+            "The evidence is unsound: late.",
+        ),
         (verdict("INVALID", problems=["clock stepped"]), "The evidence is unsound: clock stepped."),
     ],
 )

@@ -43,8 +43,8 @@ def test_a_usage_ratio_is_followed_by_pool_free_space_and_running(single: Sessio
 
 def test_before_after_change_and_what_was_changed_are_shown(compared: SessionView) -> None:
     text = summary(compared, color=False)
-    assert re.search(r"quality not worse +100\.0 % +80\.0 % +-20\.0 % +≥ −2\.0 %", text)
-    assert "interval -25.0 % to -15.0 %" in text
+    assert re.search(r"quality not worse +100\.0 % +80\.0 % +≤ 24\.0 % +≤ 2\.0 %", text)
+    assert re.search(r"usage not worse \[longctx\] +98\.6 % +49\.9 % +≤ -46\.0 % +≤ 2\.0 %", text)
     assert "changed: kv_dtype bfloat16 -> fp8; pool_blocks" in text
 
 

@@ -59,7 +59,7 @@ def test_a_session_whose_runs_are_gone_still_shows_its_verdict(stored: Path) -> 
     shutil.rmtree(stored / "runs")
     text = write_view(build_view(stored)).read_text(encoding="utf-8")
     assert "no Run is here" in text
-    assert "1 of 5 gates failed" in text
+    assert "1 of 6 gates failed" in text
 
 
 def test_a_report_that_cannot_be_made_leaves_the_verdict_on_disk(compared: SessionView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
