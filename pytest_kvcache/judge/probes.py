@@ -16,6 +16,9 @@ from pytest_kvcache.records import GateRecord, SnapshotRecord
 NEAR_MAX = 0.9
 """A request counts as close to the limit when its prompt and output reach this share of max_model_len."""
 
+_ARITHMETIC = ("moved", "restart")
+"""What spoils arithmetic on the server's own figures; how well the load went does not matter to it."""
+
 
 def near_max_served(analyses: Sequence[Analysis]) -> GateRecord:
     """Judge that every request close to max_model_len was answered in full; the text gives the level before, at the peak and after."""
@@ -112,18 +115,18 @@ def fits(analyses: Sequence[Analysis], *, concurrency: int, length: int) -> Gate
     bound = f"{concurrency} requests of {length:,} tokens at once"
     servers = decisive.run.record.before
     if not servers:
-        return missing(name, quantity, Missing("the server was not read"), analyses, bound_text=bound)
+        return missing(name, quantity, Missing("the server was not read"), analyses, bound_text=bound, spoilt_by=_ARITHMETIC)
     room, surely, reasons = 0, 0, []
     for server in servers:
         limit, seats = server.value("max_model_len"), server.value("max_num_seqs")
         if isinstance(limit, Missing):
-            return missing(name, "max_model_len", limit, analyses, bound_text=bound)
+            return missing(name, "max_model_len", limit, analyses, bound_text=bound, spoilt_by=_ARITHMETIC)
         if length > limit.number():
             text = f"a request of {length:,} tokens is longer than max_model_len {limit.number():,.0f}"
-            return gate(name, "max_model_len", FAIL, text, analyses, value=limit, bound=float(length), bound_text=bound)
+            return gate(name, "max_model_len", FAIL, text, analyses, value=limit, bound=float(length), bound_text=bound, spoilt_by=_ARITHMETIC)
         space = _requests(server, length)
         if isinstance(space, Missing):
-            return missing(name, quantity, space, analyses, bound_text=bound)
+            return missing(name, quantity, space, analyses, bound_text=bound, spoilt_by=_ARITHMETIC)
         most, least, reason = space
         cap = int(seats.number()) if isinstance(seats, Reading) else None
         reasons.append(reason + (f", {cap} seats" if cap is not None else ", seats not told"))
@@ -135,7 +138,7 @@ def fits(analyses: Sequence[Analysis], *, concurrency: int, length: int) -> Gate
     text = f"the pool holds {holds} requests of {length:,} tokens at once, {concurrency} are asked for ({'; '.join(reasons)})"
     if verdict == INCONCLUSIVE:
         text = f"cannot judge: {text}; this model's requests cost other blocks than their length alone"
-    return gate(name, quantity, verdict, text, analyses, value=value, bound=float(concurrency), bound_text=bound)
+    return gate(name, quantity, verdict, text, analyses, value=value, bound=float(concurrency), bound_text=bound, spoilt_by=_ARITHMETIC)
 
 
 def _requests(server: SnapshotRecord, length: int) -> tuple[int, int, str] | Missing:

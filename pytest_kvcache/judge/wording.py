@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from pytest_kvcache import units
@@ -53,15 +53,17 @@ def gate(
     *,
     decisive: Analysis | None = None,
     value: Value | None = None,
+    spoilt_by: Container[str] | None = None,
     **fields: Any,
 ) -> GateRecord:
     """Return the record of a gate judged on ``analyses``. Where one of them is unsound, the verdict is INVALID and the text says why.
 
-    ``decisive`` is the window that the verdict rests on most; the evidence path is its own.
+    ``decisive`` is the window that the verdict rests on most; the evidence path is its own. ``spoilt_by`` names the rules of
+    soundness that matter to this gate; all of them where it is not given.
     """
     seen = decisive or analyses[0]
     if verdict != NOT_APPLICABLE:
-        unsound = [(analysis, problem) for analysis in analyses for problem in analysis.problems]
+        unsound = [(analysis, problem) for analysis in analyses for problem in analysis.problems if spoilt_by is None or problem.rule in spoilt_by]
         if unsound:
             where, problem = unsound[0]
             more = f" (and {len(unsound) - 1} more)" if len(unsound) > 1 else ""

@@ -66,7 +66,8 @@ class _Asking:
         self.deadline = deadline
         self.rows: list[QualityRow] = []
         self._todo: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        for item in items:
+        # the longest first: otherwise one long prompt, asked last, keeps everybody waiting
+        for item in sorted(items, key=lambda item: -item.length_tokens):
             self._todo.put(item)
         self._lock = threading.Lock()
         self._unanswered = 0

@@ -15,11 +15,13 @@ from pytest_kvcache.server.embedded.recall import WORDS
 from pytest_kvcache.server.endpoint import Endpoint, complete, list_models, tokenize
 
 RECALL, NEEDLE = "recall", "needle"
-DEPTHS = (0.02, 0.25, 0.5, 0.75, 0.98)
-COUNTS = {64: 75, 256: 75, 512: 70, 1024: 60}
-NEAR_MAX = 20
+BANDS = 5
+"""The prompt is cut into this many bands; each item's pair stands at a random place of its band."""
+COUNTS = {64: 105, 256: 100, 512: 70, 1024: 20}
+NEAR_MAX = 5
+"""Few, since each costs as much as a hundred short ones; five that all break are significant (exact McNemar, p = 0.03)."""
 LONGEST = 32_768
-"""The longest prompt of the standard set in tokens: twenty prompts of a million tokens would take hours."""
+"""The longest prompt of the standard set in tokens: five prompts of a million tokens would take hours."""
 
 _TOTAL = 300
 _MARGIN = 16
@@ -84,7 +86,7 @@ def words_cost(count: Callable[[str], int | None]) -> float:
 
 
 def plan(max_model_len: int | None) -> list[tuple[int, int]]:
-    """Return (length in tokens, number of items) that fit the model, 300 items in all, depths filled evenly."""
+    """Return (length in tokens, number of items) that fit the model, 300 items in all, bands filled evenly."""
     room = LONGEST if max_model_len is None else min(max_model_len - _MARGIN, LONGEST)
     lengths = {length: number for length, number in COUNTS.items() if length <= room}
     if max_model_len is not None and room >= _SHORTEST and room not in lengths:
@@ -92,26 +94,25 @@ def plan(max_model_len: int | None) -> list[tuple[int, int]]:
     if not lengths:
         return []
     scale = _TOTAL / sum(lengths.values())
-    step = len(DEPTHS)
-    numbers = {length: max(step, round(number * scale / step) * step) for length, number in lengths.items()}
+    numbers = {length: max(BANDS, round(number * scale / BANDS) * BANDS) for length, number in lengths.items()}
     shortest = min(numbers)
-    numbers[shortest] = max(step, numbers[shortest] + _TOTAL - sum(numbers.values()))
+    numbers[shortest] = max(BANDS, numbers[shortest] + _TOTAL - sum(numbers.values()))
     return sorted(numbers.items())
 
 
 def recall_items(max_model_len: int | None) -> list[Item]:
     """Return the recall form: ``length`` words, of which two neighbours are the pair and the last says the first of them again."""
     items = []
-    for length, depth, number in _places(max_model_len):
-        rng = Random(f"{RECALL} {length} {depth} {number}")  # noqa: S311  seeded text, no secret
+    for length, band, number in _places(max_model_len):
+        rng = Random(f"{RECALL} {length} {band} {number}")  # noqa: S311  seeded text, no secret
         key, value = _pick(rng, WORDS), _pick(rng, WORDS)
         while value == key:
             value = _pick(rng, WORDS)
         others = [word for word in WORDS if word not in (key, value)]
         words = [_pick(rng, others) for _ in range(length - 3)]
-        at = round(depth * len(words))
-        words[at:at] = [key, value]
-        items.append(_item(RECALL, length, depth, number, _text([*words, key]), value, "exact", 1))
+        at = _depth(rng, band) * len(words)
+        words[round(at) : round(at)] = [key, value]
+        items.append(Item(_name(RECALL, length, band, number), _text([*words, key]), value, "exact", length, at / len(words), 1))
     return items
 
 
@@ -121,8 +122,8 @@ def needle_items(max_model_len: int | None, *, tokens_per_word: float = 1.5, cha
     A completion is graded by its first word, so that whatever follows the number does not matter; a chat answer by containing it.
     """
     items = []
-    for length, depth, number in _places(max_model_len):
-        rng = Random(f"{NEEDLE} {length} {depth} {number}")  # noqa: S311  seeded text, no secret
+    for length, band, number in _places(max_model_len):
+        rng = Random(f"{NEEDLE} {length} {band} {number}")  # noqa: S311  seeded text, no secret
         what = f"the {_pick(rng, _COLORS)} {_pick(rng, _THINGS)}"
         value = str(10_000 + int(rng.random() * 90_000))
         question = f"\n\nWhat is the number of {what}? Answer with the number only." if chat else f" The number of {what} is"
@@ -130,18 +131,24 @@ def needle_items(max_model_len: int | None, *, tokens_per_word: float = 1.5, cha
         # numbers are several tokens for many models: ten are left free beside what the words of the frame cost
         frame = (len(needle.split()) + len(question.split())) * tokens_per_word + 10
         sentences = _filler(rng, max(0.0, (length - frame) / tokens_per_word))
+        depth = _depth(rng, band)
         sentences.insert(round(depth * len(sentences)), needle)
         match, max_tokens = ("contains", 64) if chat else ("word", 8)
-        items.append(_item(NEEDLE, length, depth, number, " ".join(sentences) + question, value, match, max_tokens))
+        items.append(Item(_name(NEEDLE, length, band, number), " ".join(sentences) + question, value, match, length, depth, max_tokens))
     return items
 
 
-def _places(max_model_len: int | None) -> list[tuple[int, float, int]]:
-    return [(length, DEPTHS[i % len(DEPTHS)], i // len(DEPTHS)) for length, count in plan(max_model_len) for i in range(count)]
+def _places(max_model_len: int | None) -> list[tuple[int, int, int]]:
+    return [(length, i % BANDS, i // BANDS) for length, count in plan(max_model_len) for i in range(count)]
 
 
-def _item(form: str, length: int, depth: float, number: int, prompt: str, value: str, match: str, max_tokens: int) -> Item:
-    return Item(f"{form}-{length}-{round(depth * 100):02d}-{number}", prompt, value, match, length, depth, max_tokens)
+def _depth(rng: Random, band: int) -> float:
+    return round((band + rng.random()) / BANDS, 3)
+
+
+def _name(form: str, length: int, band: int, number: int) -> str:
+    """Return the id: form, length, middle of the band in percent, number."""
+    return f"{form}-{length}-{round((band + 0.5) / BANDS * 100)}-{number}"
 
 
 def _text(words: Sequence[str]) -> str:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from made_run import T0, MadeRun, closed_loop, request, sample, snapshot
 
 from pytest_kvcache.analysis.soundness import Facts, Limits, problems
 from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow, TelemetryRow
-from tests.analysis.made_run import T0, MadeRun, closed_loop, request, sample, snapshot
 
 
 def late(rows: list[RequestRow], by_s: float) -> list[RequestRow]:
     return [msgspec.structs.replace(row, intended_s=row.sent_s - by_s) for row in rows]
 
 
-def polled(rows: list[RequestRow], keep: Callable[[int], bool], **values: float) -> list[TelemetryRow]:
+def polled(rows: list[RequestRow], keep: Callable[[int], bool], **values: Any) -> list[TelemetryRow]:
     return [sample(rows, T0 - 0.3 + i / 10, **values) for i in range(48) if keep(i)]
 
 
@@ -94,7 +95,15 @@ def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
         ),
         MadeRun(samples=polled(ROWS, lambda i: i % 3 != 1)),
     ],
-    ids=["one request asked for", "sharing meant", "a little late", "lengths within reach", "a nudge beside the load", "what preparation asked", "lost samples"],
+    ids=[
+        "one request asked for",
+        "sharing meant",
+        "a little late",
+        "lengths within reach",
+        "a nudge beside the load",
+        "what preparation asked",
+        "lost samples",
+    ],
 )
 def test_what_is_sound_is_not_called_unsound(tmp_path: Path, made: MadeRun) -> None:
     assert analyse(made.write(tmp_path / "1-normal")).problems == []

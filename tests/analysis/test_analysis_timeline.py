@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_run import BLOCK, T0, USABLE, MadeRun, closed_loop, quality_run, refused, request, sample, snapshot
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import KNOWN, Limit
 from pytest_kvcache.errors import CannotJudge
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading
 from pytest_kvcache.records import RequestRow, TelemetryRow, read_run
-from tests.analysis.made_run import BLOCK, T0, USABLE, MadeRun, closed_loop, quality_run, refused, request, sample, snapshot
 
 
 def number(analysis: Analysis, name: str, lane: str = "") -> float:
@@ -115,7 +115,12 @@ def test_what_cannot_happen_stays_apart_from_what_is_not_told(tmp_path: Path) ->
 
 
 def test_rejections_are_counted_by_class_and_lane(tmp_path: Path) -> None:
-    rows = [*closed_loop(), refused(90, 1.0, "queue_full", "busy"), refused(91, 1.1, "timeout", lane="nearmax"), refused(92, 1.2, "queue_full", lane="nearmax")]
+    rows = [
+        *closed_loop(),
+        refused(90, 1.0, "queue_full", "busy"),
+        refused(91, 1.1, "timeout", lane="nearmax"),
+        refused(92, 1.2, "queue_full", lane="nearmax"),
+    ]
     analysis = analyse(MadeRun(rows=rows).write(tmp_path / "1-normal"))
     assert analysis.rejections == {"queue_full": {"normal": 1, "nearmax": 1}, "timeout": {"nearmax": 1}}
     assert number(analysis, "rejections") == 3
@@ -163,8 +168,8 @@ def test_several_servers_add_up_and_the_fullest_stands_beside(tmp_path: Path) ->
         at = T0 - 0.3 + i / 10
         samples.append(sample(left, at))
         samples.append(msgspec.structs.replace(sample(right, at + 0.01, usable=2 * USABLE), endpoint=1))
-    pair = lambda at: [snapshot(at), snapshot(at, usable=2 * USABLE)]  # noqa: E731
-    analysis = analyse(MadeRun(rows=[*left, *right], samples=samples, before=pair(T0 - 0.5), after=pair(T0 + 3)).write(tmp_path / "1-normal"))
+    pairs = [[snapshot(at), snapshot(at, usable=2 * USABLE)] for at in (T0 - 0.5, T0 + 3)]
+    analysis = analyse(MadeRun(rows=[*left, *right], samples=samples, before=pairs[0], after=pairs[1]).write(tmp_path / "1-normal"))
     used = 4 * math.ceil(410 / BLOCK) + math.ceil(50 / BLOCK)
     assert number(analysis, "usable_blocks") == 3 * USABLE
     assert number(analysis, "used_blocks.peak") == used
@@ -188,7 +193,9 @@ def test_a_pause_in_the_telemetry_is_a_gap_and_not_a_line(tmp_path: Path) -> Non
     inside = [u for t, u in zip(timeline.t_s, timeline.usage, strict=True) if 0.7 < t < 2.1]
     assert len(inside) == 1
     assert math.isnan(inside[0])
-    assert all(len(getattr(timeline, name)) == len(timeline.t_s) for name in ("used", "free", "running", "waiting", "payload_tokens", "payload_upper"))
+    assert all(
+        len(getattr(timeline, name)) == len(timeline.t_s) for name in ("used", "free", "running", "waiting", "payload_tokens", "payload_upper")
+    )
 
 
 def test_an_engine_that_counts_tokens_is_charted_in_tokens(tmp_path: Path) -> None:
@@ -233,7 +240,9 @@ def test_a_damaged_line_is_an_error_and_not_a_smaller_run(tmp_path: Path) -> Non
 
 
 def test_rows_without_any_token_counts_leave_holes_and_no_zeros(tmp_path: Path) -> None:
-    rows: list[RequestRow] = [msgspec.structs.replace(row, prompt_tokens=None, completion_tokens=None, prompt_tokens_planned=None) for row in closed_loop()]
+    rows: list[RequestRow] = [
+        msgspec.structs.replace(row, prompt_tokens=None, completion_tokens=None, prompt_tokens_planned=None) for row in closed_loop()
+    ]
     analysis = analyse(MadeRun(rows=rows, samples=[sample([], T0 + i / 10 - 0.3, running=2.0) for i in range(48)]).write(tmp_path / "1-normal"))
     for name in ("prompt_tokens", "output_tokens", "throughput", "prompt_length.mean"):
         assert isinstance(analysis.values[name], Missing)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, UsageError
 from pytest_kvcache.quality.ask import ask_items, digest
@@ -16,7 +18,6 @@ from pytest_kvcache.quality.needle import recall_items
 from pytest_kvcache.records import QualityRow, read_lines
 from pytest_kvcache.server.endpoint import Endpoint, choose_model, parse_endpoint
 from pytest_kvcache.settings import Settings
-from tests.scripted_server import ScriptedServer
 
 
 def endpoint_of(server: ScriptedServer, api: str = "completions") -> Endpoint:
@@ -25,7 +26,7 @@ def endpoint_of(server: ScriptedServer, api: str = "completions") -> Endpoint:
 
 def recalls(prompt: str) -> str:
     words = prompt.split()
-    return " " + next((right for left, right in zip(words, words[1:], strict=False) if left == words[-1]), "?")
+    return " " + next((right for left, right in pairwise(words) if left == words[-1]), "?")
 
 
 def rows_of(path: Path) -> dict[str, QualityRow]:

@@ -56,7 +56,11 @@ def test_garbage_is_one_character_over_and_over() -> None:
 
 
 def test_items_without_an_answer_count_as_asked() -> None:
-    rows = [QualityRow("a", True, length_tokens=64), QualityRow("b", False, length_tokens=64), QualityRow("c", False, length_tokens=256, error="HTTP 500")]
+    rows = [
+        QualityRow("a", True, length_tokens=64),
+        QualityRow("b", False, length_tokens=64),
+        QualityRow("c", False, length_tokens=256, error="HTTP 500"),
+    ]
     summary = summarise(rows)
     assert (summary.items, summary.passed, summary.errors) == (3, 1, 1)
     assert summary.by_length == {64: (1, 2), 256: (0, 1)}

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.quality import needle
 from pytest_kvcache.quality.items import standard_items
 from pytest_kvcache.server.embedded.recall import WORDS
 from pytest_kvcache.server.endpoint import choose_model, parse_endpoint
 from pytest_kvcache.settings import Settings
-from tests.scripted_server import ScriptedServer
 
 
 def test_the_recall_form_is_exact_and_has_one_right_answer() -> None:

@@ -32,7 +32,9 @@ BLOCK = 16
 USABLE = 127
 
 
-def request(number: int, start_s: float, *, prompt: int = 100, output: int = 50, ttft_s: float = 0.1, length_s: float = 0.5, **changes: Any) -> RequestRow:
+def request(
+    number: int, start_s: float, *, prompt: int = 100, output: int = 50, ttft_s: float = 0.1, length_s: float = 0.5, **changes: Any
+) -> RequestRow:
     """Return a request that starts ``start_s`` seconds into the load and was answered in full."""
     row = RequestRow(
         id=number,
@@ -63,7 +65,14 @@ def closed_loop(users: int = 2, seconds: float = 4.0, length_s: float = 0.5, **c
 
 def refused(number: int, start_s: float, outcome: str, error: str = "", **changes: Any) -> RequestRow:
     """Return a request that was not served."""
-    gone: dict[str, Any] = {"first_token_s": None, "completion_tokens": None, "prompt_tokens": None, "chunks": 0, "finish_reason": "", "longest_gap_s": 0.0}
+    gone: dict[str, Any] = {
+        "first_token_s": None,
+        "completion_tokens": None,
+        "prompt_tokens": None,
+        "chunks": 0,
+        "finish_reason": "",
+        "longest_gap_s": 0.0,
+    }
     return request(number, start_s, length_s=0.05, **{**gone, "outcome": outcome, "error": error, "status": 400, **changes})
 
 
@@ -79,7 +88,7 @@ def used_at(rows: Sequence[RequestRow], wall_s: float) -> tuple[int, int]:
     return blocks, running
 
 
-def sample(rows: Sequence[RequestRow], wall_s: float, usable: int = USABLE, **values: float) -> TelemetryRow:
+def sample(rows: Sequence[RequestRow], wall_s: float, *, usable: int = USABLE, **values: Any) -> TelemetryRow:
     """Return what the server says at a moment."""
     blocks, running = used_at(rows, wall_s)
     told = {"usage": blocks / usable, "used_blocks": float(blocks), "free_blocks": float(usable - blocks), "running": float(running), "waiting": 0.0}
