@@ -100,14 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"  {options.shown_header(text)}", flush=True)
+    print(f"  {options.one_line(text)}", flush=True)
 
 
 def _session(settings: Settings, **more: Any) -> Session:
     from pytest_kvcache.session import Session
+    from pytest_kvcache.server.shown import shown_argv
 
     session = Session(settings, say=_say, **more)
-    session.repeat = [" ".join(["pytest-kvcache", *sys.argv[1:]])]
+    session.repeat = [shown_argv("pytest-kvcache", sys.argv[1:])]
     return session
 
 

@@ -49,6 +49,7 @@ class State:
     def make_session(self) -> Session:
         """Open the measuring Session. Raises UsageError under xdist, unless a lease was asked for."""
         from pytest_kvcache.session import Planned, Session
+        from pytest_kvcache.server.shown import shown_argv
 
         config, settings = self.config, self.config.stash[SETTINGS]
         worker: Mapping[str, Any] | None = getattr(config, "workerinput", None)
@@ -65,7 +66,7 @@ class State:
             provenance.update({str(key): str(value) for key, value in (facts or {}).items()})
         session = Session(settings, folder=Path(folder) if folder else None, extra_dialects=dialects, provenance=provenance)
         session.deselected = self.deselected
-        session.repeat = [" ".join(["pytest", *map(str, config.invocation_params.args)])]
+        session.repeat = [shown_argv("pytest", [str(word) for word in config.invocation_params.args])]
         session.on_run.append(lambda run: config.hook.pytest_kvcache_run_finished(config=config, run=run))
         session.on_gate.append(lambda gate: config.hook.pytest_kvcache_verdict(config=config, gate=gate))
         seen: list[Planned] = []

@@ -29,6 +29,7 @@ from pytest_kvcache.records import SCHEMA_VERSION, Run, RunRecord, SnapshotRecor
 from pytest_kvcache.server.endpoint import Endpoint, complete
 from pytest_kvcache.server.startlog import redact
 from pytest_kvcache.settings import Settings
+from pytest_kvcache.server.shown import shown_settings
 
 # Drain: the server may need a moment to free what the last requests held; gauges of some engines move only on a step (engines.md, trap 14).
 DRAIN_LIMIT_S = 10.0
@@ -111,10 +112,10 @@ def version_facts(engine: str, engine_version: str) -> dict[str, str]:
     return versions
 
 
-def _snapshots(target: Target) -> tuple[list[SnapshotRecord], str]:
+def _snapshots(target: Target, timeout_s: float) -> tuple[list[SnapshotRecord], str]:
     records, texts = [], []
     for endpoint, dialect in zip(target.endpoints, target.dialects, strict=True):
-        record, raw = take_snapshot_raw(endpoint, dialect, endpoint.log)
+        record, raw = take_snapshot_raw(endpoint, dialect, endpoint.log, timeout_s=timeout_s)
         records.append(record)
         texts.append(raw)
     return records, "\n".join(texts)
@@ -149,11 +150,12 @@ def _drain(target: Target, sampler: Sampler) -> float:
     began = time.monotonic()
     calm, nudged = 0, False
     while (waited := time.monotonic() - began) < DRAIN_LIMIT_S:
-        row = sampler.latest
-        values = row.values if row is not None else {}
-        busy = values.get("running", 0.0) + values.get("waiting", 0.0)
-        calm = 0 if busy else calm + 1
-        if calm >= 2:
+        rows = [sampler.latest_of(number) for number in range(len(target.endpoints))]
+        # a row that tells no running requests (a failed read, an engine that does not say) is no sign of calm
+        told = all(row is not None and "running" in row.values for row in rows)
+        busy = any(row is not None and row.values.get("running", 0.0) + row.values.get("waiting", 0.0) > 0 for row in rows)
+        calm = calm + 1 if told and not busy else 0
+        if calm >= 2 or (not told and not busy and waited > 1.0):
             break
         if busy and waited > 2.0 and not nudged:
             nudged = True
@@ -205,7 +207,7 @@ def measure_load(
     cache_state = "cold by a fresh start; prompts never sent before" if target.fresh else "prompts never sent before"
     if settings.reset_cache:
         cache_state = _reset_cache(target)
-    before, raw_before = _snapshots(target)
+    before, raw_before = _snapshots(target, settings.scrape_timeout_s)
     write_atomic(folder / "metrics-before.prom", raw_before)
     hz = window.sample_hz or settings.sample_hz
     sampler = Sampler(target.endpoints, folder, hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
@@ -242,7 +244,7 @@ def measure_load(
     if stats.error:
         problems.append(stats.error)
     try:
-        after, raw_after = _snapshots(target)
+        after, raw_after = _snapshots(target, settings.scrape_timeout_s)
         write_atomic(folder / "metrics-after.prom", raw_after)
     except KvError as error:
         after = []
@@ -266,7 +268,7 @@ def measure_load(
         ended_wall_s=time.time(),
         load_started_wall_s=load_began,
         load_ended_wall_s=load_ended,
-        settings=settings.provenance(),
+        settings=shown_settings(settings),
         config=effective_config(before),
         before=before,
         after=after,
@@ -292,7 +294,7 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
     """Ask the quality items of each endpoint's first replica and return their Run. Raises CannotWrite and what the server raises."""
     folder = run_folder(session, "quality")
     started_wall_s = time.time()
-    before, raw = _snapshots(target)
+    before, raw = _snapshots(target, settings.scrape_timeout_s)
     write_atomic(folder / "metrics-before.prom", raw)
     ask_items(target.endpoints[0], items, folder / "quality.jsonl", keep_text=settings.keep_text, timeout_s=settings.request_timeout_s)
     _keep_log(target, folder)
@@ -314,7 +316,7 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
             launch_command=list(target.command),
             started_wall_s=started_wall_s,
             ended_wall_s=time.time(),
-            settings=settings.provenance(),
+            settings=shown_settings(settings),
             config=effective_config(before),
             before=before,
             versions=version_facts(first.engine, first.version),

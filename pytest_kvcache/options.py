@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +87,8 @@ def option_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def shown_header(text: str) -> str:
-    """Return ``text`` fit for one line of a terminal: control characters out, user-info of addresses out, at most 200 characters."""
-    text = re.sub(r"//[^/@\s]*@", "//***@", text)
+def one_line(text: str) -> str:
+    """Return ``text`` fit for one line of a terminal: control characters out, at most 200 characters."""
     return "".join(ch if ch.isprintable() else " " for ch in text)[:200]
 
 

@@ -55,12 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     settings = config.stash[SETTINGS]
-    named = [f"{name} {getattr(settings, name)}" for name in ("launch", "before", "after", "baseline", "save") if getattr(settings, name)]
+    named = [
+        f"{name} {options.one_line(getattr(settings, name))}" for name in ("launch", "before", "after", "baseline", "save") if getattr(settings, name)
+    ]
     if settings.endpoint:
         named.insert(0, f"{len(settings.endpoint)} endpoint{'s' if len(settings.endpoint) > 1 else ''}")
-    if not settings.sources:
-        return None
-    return "kvcache: " + options.shown_header(", ".join(named) or "the embedded engine")
+    return "kvcache: " + (", ".join(named) or "the embedded engine")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -34,6 +34,7 @@ from pytest_kvcache.report.write import write_session
 from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
 from pytest_kvcache.server.launch import LaunchedServer, launch
 from pytest_kvcache.settings import Settings
+from pytest_kvcache.server.shown import shown_command
 
 EMBEDDED_DEFAULT = "llamacpp"
 EMBEDDED_WINDOW_S = 4.0
@@ -169,7 +170,9 @@ class Session:
         """Launch ``text`` (or attach, where it is a URL) and return it as a Target that ``stack`` stops."""
         if re.match(r"https?://", text):
             return self._attach([text], side)
-        self._say(f"starting {side or 'the server'}: {text}" if self.settings.launch or side else "starting the embedded engine (llama.cpp)")
+        self._say(
+            f"starting {side or 'the server'}: {shown_command(text)}" if self.settings.launch or side else "starting the embedded engine (llama.cpp)"
+        )
         server = stack.enter_context(launch(text, self.settings, self.folder / f"server{'-' + side if side else ''}.log"))
         target = self._with_dialects([server.endpoint], side)
         self._servers[id(target.endpoints)] = server
@@ -381,5 +384,5 @@ def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analy
 
 def _comparison_text(settings: Settings) -> str:
     if settings.before:
-        return f"{settings.before}  against  {settings.after}"
+        return f"{shown_command(settings.before)}  against  {shown_command(settings.after)}"
     return f"baseline {settings.baseline}" if settings.baseline else ""
