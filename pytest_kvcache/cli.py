@@ -104,8 +104,8 @@ def _say(text: str) -> None:
 
 
 def _session(settings: Settings, **more: Any) -> Session:
-    from pytest_kvcache.session import Session
     from pytest_kvcache.server.shown import shown_argv
+    from pytest_kvcache.session import Session
 
     session = Session(settings, say=_say, **more)
     session.repeat = [shown_argv("pytest-kvcache", sys.argv[1:])]

@@ -48,8 +48,8 @@ class State:
 
     def make_session(self) -> Session:
         """Open the measuring Session. Raises UsageError under xdist, unless a lease was asked for."""
-        from pytest_kvcache.session import Planned, Session
         from pytest_kvcache.server.shown import shown_argv
+        from pytest_kvcache.session import Planned, Session
 
         config, settings = self.config, self.config.stash[SETTINGS]
         worker: Mapping[str, Any] | None = getattr(config, "workerinput", None)

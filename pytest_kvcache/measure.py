@@ -27,9 +27,9 @@ from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.items import Item
 from pytest_kvcache.records import SCHEMA_VERSION, Run, RunRecord, SnapshotRecord, ValueRecord, write_atomic, write_run
 from pytest_kvcache.server.endpoint import Endpoint, complete
+from pytest_kvcache.server.shown import shown_settings
 from pytest_kvcache.server.startlog import redact
 from pytest_kvcache.settings import Settings
-from pytest_kvcache.server.shown import shown_settings
 
 # Drain: the server may need a moment to free what the last requests held; gauges of some engines move only on a step (engines.md, trap 14).
 DRAIN_LIMIT_S = 10.0

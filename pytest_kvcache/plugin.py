@@ -55,9 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     settings = config.stash[SETTINGS]
-    named = [
-        f"{name} {options.one_line(getattr(settings, name))}" for name in ("launch", "before", "after", "baseline", "save") if getattr(settings, name)
-    ]
+    if not settings.sources:
+        return None
+    from pytest_kvcache.server.shown import shown_command
+
+    names = [name for name in ("launch", "before", "after", "baseline", "save") if getattr(settings, name)]
+    named = [f"{name} {options.one_line(shown_command(getattr(settings, name)))}" for name in names]
     if settings.endpoint:
         named.insert(0, f"{len(settings.endpoint)} endpoint{'s' if len(settings.endpoint) > 1 else ''}")
     return "kvcache: " + (", ".join(named) or "the embedded engine")

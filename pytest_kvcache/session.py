@@ -33,8 +33,8 @@ from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, Run, VerdictRecor
 from pytest_kvcache.report.write import write_session
 from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
 from pytest_kvcache.server.launch import LaunchedServer, launch
-from pytest_kvcache.settings import Settings
 from pytest_kvcache.server.shown import shown_command
+from pytest_kvcache.settings import Settings
 
 EMBEDDED_DEFAULT = "llamacpp"
 EMBEDDED_WINDOW_S = 4.0
