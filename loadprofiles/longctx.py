@@ -1,6 +1,6 @@
 """Long documents: prompts of half to four fifths of the longest context that the live server takes.
 
-By hand: locust -f loadprofiles/longctx.py -H http://127.0.0.1:8000
+By hand: locust -f loadprofiles/longctx.py -H http://127.0.0.1:8000 (--kv-help lists the options)
 """
 
 from __future__ import annotations

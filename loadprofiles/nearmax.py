@@ -1,6 +1,6 @@
 """As long as the server lets a request be: prompt + output + margin is exactly its longest context.
 
-By hand: locust -f loadprofiles/nearmax.py -H http://127.0.0.1:8000
+By hand: locust -f loadprofiles/nearmax.py -H http://127.0.0.1:8000 (--kv-help lists the options)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everyday traffic: prompt lengths from a lognormal distribution, many short and a few long.
 
-By hand: locust -f loadprofiles/normal.py -H http://127.0.0.1:8000
+By hand: locust -f loadprofiles/normal.py -H http://127.0.0.1:8000 (--kv-help lists the options)
 """
 
 from __future__ import annotations

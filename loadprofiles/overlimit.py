@@ -1,6 +1,6 @@
 """Longer than the server can take: every request must be refused, cleanly and as over_length.
 
-By hand: locust -f loadprofiles/overlimit.py -H http://127.0.0.1:8000
+By hand: locust -f loadprofiles/overlimit.py -H http://127.0.0.1:8000 (--kv-help lists the options)
 """
 
 from __future__ import annotations

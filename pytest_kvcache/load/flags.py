@@ -98,9 +98,15 @@ def declare(parser: Any, options: Iterable[ProfileOption], defaults: Mapping[str
     ``defaults`` holds users, duration_s and output_tokens of the profile. Locust's listeners get the loopback address unless
     told otherwise, a run by hand ends by itself, and what is in flight at its end may finish.
     """
-    group = parser.add_argument_group("KV load options (pytest-kvcache)")
+    group = parser.add_argument_group(
+        "KV load options (pytest-kvcache)",
+        f"A load ends after {BY_HAND_RUN_TIME_S} s unless -t says otherwise. The web page and a master listen on 127.0.0.1 unless "
+        "--web-host and --master-bind-host say otherwise.",
+    )
     for name, default, text, shown in (*_SERVER, *_LOAD):
         _add(group, name, default, text, shown)
+    # Locust answers --help before it has read the profile, and so without what the profile adds.
+    group.add_argument("--kv-help", action="help", help="show all options, with those of the profile, and exit")
     extra = parser.add_argument_group("Options of this profile")
     for option in {option.name: option for option in options}.values():
         _add(extra, option.name, option.default, option.help, True)
@@ -120,6 +126,7 @@ def _add(group: Any, name: str, default: Any, text: str, shown: bool) -> None:
         extra["action"] = "store_true"
     elif isinstance(default, list):
         extra["action"] = "append"
+        extra["metavar"] = "HEADER" if name == "header" else "URL"
     else:
         extra["type"] = _kind(default, flag(name)) if isinstance(default, (int, float)) else str
         extra["metavar"] = "TEXT" if isinstance(default, str) else "N"

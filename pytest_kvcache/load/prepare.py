@@ -350,7 +350,7 @@ class _Learner:
             self.spent["output_tokens"] += stream.completion_tokens or 0
             if outcome not in _BUSY or attempt == 2:
                 break
-            self.sleep(min(wait_s or 1.0, 3.0))
+            self.sleep(min(wait_s or 0.5, 3.0))
         return _Probe(outcome, answer.status, error, stream.prompt_tokens)
 
     def _feed(self, stream: Stream, body: bytes) -> None:

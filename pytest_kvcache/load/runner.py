@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pytest_kvcache.server.address import Endpoint
 
 ROWS = "requests.jsonl"
+OWN_WORDS = "pytest-kvcache: "
 LOG = "locust.log"
 PREPARE_S = 300.0
 STOP_TIMEOUT_S = 30.0
@@ -274,14 +275,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(log: Path, count: int = 15) -> str:
-    """Return the last lines of a log, cleaned for a terminal; empty where there is none."""
+    """Return the last lines of a log, cleaned for a terminal: our own where there are some; empty where there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65_536))
             tail = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(deque((clean_text(line, 300) for line in tail if line.strip()), count))
+    own = [line for line in tail if line.startswith((OWN_WORDS, "  where:", "  try:"))]
+    return "\n".join(deque((clean_text(line, 300) for line in own or tail if line.strip()), count))
 
 
 def _check(load: LoadFile, exit_code: int, log: Path, *, stopped: bool) -> None:
@@ -304,8 +306,8 @@ def _check(load: LoadFile, exit_code: int, log: Path, *, stopped: bool) -> None:
 
 def _problems(load: LoadFile, wanted: int) -> list[str]:
     problems = []
-    if load.reason == contract.BY_DURATION and load.rows < wanted:
-        problems.append(f"{load.rows} of {wanted} requests were sent before the time was over")
+    if load.reason in contract.PLANNED_ENDS and load.rows < wanted:
+        problems.append(f"{load.rows} of {wanted} requests were sent")
     if load.ends and load.reason not in contract.PLANNED_ENDS:
         problems.append(f"the load ended early: {load.reason}")
     counted = sum(end.rows for end in load.ends)

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 import gevent
-from locust.runners import WorkerRunner
+from locust.runners import STATE_CLEANUP, STATE_STOPPED, WorkerRunner
 
 from pytest_kvcache.errors import Broken, CannotWrite, KvError, UsageError
 from pytest_kvcache.load import contract
@@ -105,8 +105,12 @@ class LoadSession:
         self.active = True
         self._cpu_start_s = time.process_time()
         self._spawn(self._beat)
-        if self.knobs.duration_s > 0:
-            self._greenlets.append(gevent.spawn_later(self.knobs.duration_s, self.stop, contract.BY_DURATION))
+        if self._length_s() > 0:
+            self._greenlets.append(gevent.spawn_later(self._length_s(), self.stop, contract.BY_DURATION))
+
+    def _length_s(self) -> float:
+        """Return how long the load may last: its own length, or Locust's -t, also where the page was asked to start without one."""
+        return self.knobs.duration_s or float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
 
     def _open(self) -> None:
         name = self.knobs.rows
@@ -164,7 +168,7 @@ class LoadSession:
         options = {
             "lanes": list(self.shape.lanes),
             "users": int(getattr(self.environment.runner, "target_user_count", 0)),
-            "duration_s": knobs.duration_s or float(getattr(self.environment.parsed_options, "run_time", 0) or 0),
+            "duration_s": self._length_s(),
             "requests": knobs.requests,
             "output_tokens": self.output_tokens,
             "max_model_len": self.max_model_len,
@@ -239,6 +243,9 @@ class LoadSession:
         else:
             self._refused = 0
             self.cut_off += row.outcome == contract.CUT_OFF
+        self._end_by_count()
+
+    def _end_by_count(self) -> None:
         if self.knobs.requests and self.finished >= self.knobs.requests and not self.reason:
             self._spawn(self.stop, contract.BY_REQUESTS)
 
@@ -253,6 +260,7 @@ class LoadSession:
         """Count a request that broke in our own code before it had a row."""
         self.in_flight -= 1
         self.finished += 1
+        self._end_by_count()
 
     def note(self, subject: str, text: str, values: Mapping[str, float] | None = None) -> None:
         """Write a note; after 200 of them no more, so that no fault of ours fills a disk."""
@@ -300,10 +308,10 @@ class LoadSession:
 
     def stop(self, reason: str) -> None:
         """End the load for a reason of ours: the process in headless mode, the test on the web page."""
-        if self.reason:
+        runner = self.environment.runner
+        if self.reason or runner.state in {STATE_CLEANUP, STATE_STOPPED}:
             return
         self.reason = reason
-        runner = self.environment.runner
         if self.handed is not None or getattr(self.environment.parsed_options, "headless", False):
             runner.quit()
         else:

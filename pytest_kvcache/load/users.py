@@ -208,6 +208,10 @@ class KvUser(FastHttpUser):
 
     def _read(self, response: Any, status: int, stream: Stream, planned: int, session: LoadSession) -> tuple[str, str, float | None]:
         kind = str(response.get("content-type") or "")
+        packed = str(response.get("content-encoding") or "identity")
+        if status == 200 and packed != "identity":
+            response.release()
+            return contract.SERVER_ERROR, f"the answer is packed ({packed[:20]}) though nobody asked for that: its times mean nothing", None
         expects_usage = session.prepared is not None and session.prepared.expects_usage
         if status == 200 and "event-stream" in kind:
             pump(response, stream)
@@ -290,7 +294,8 @@ def _start(environment: Any, **_: Any) -> None:
     _session.start()
 
 
-def _stop(environment: Any, **_: Any) -> None:
+def _stop(**_: Any) -> None:
+    """Write the end: when a test stops, and again when the process quits before its test had begun."""
     if _session is not None:
         _session.finish()
 
@@ -314,6 +319,7 @@ _events: Any = events
 _events.init_command_line_parser.add_listener(_declare)
 _events.test_start.add_listener(_start)
 _events.test_stop.add_listener(_stop)
+_events.quit.add_listener(_stop)
 _events.quitting.add_listener(_quitting)
 _events.user_error.add_listener(_user_error)
 _events.cpu_warning.add_listener(_cpu_warning)
