@@ -38,6 +38,11 @@ class Trace:
         """Return the highest usage, or -1 where none was read."""
         return _highest(self.usage, -1.0)
 
+    def busy(self) -> bool:
+        """Return whether anything ran, waited or was held, or whether that is not known."""
+        tops = [_highest(column, math.nan) for column in (self.usage, self.running, self.waiting)]
+        return any(top > 0 for top in tops) or all(map(math.isnan, tops))
+
 
 @dataclass(frozen=True)
 class Scale:

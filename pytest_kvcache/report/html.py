@@ -71,7 +71,7 @@ def report(view: SessionView) -> str:
     verdict = view.verdict
     gates = in_order(verdict.gates)
     css = (Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
-    timelines = _timelines(view)
+    timelines, undrawn = _timelines(view)
     methods = list(dict.fromkeys(method for gate in gates if (method := plain(gate.method, 300))))[:20]
     context: dict[str, Any] = {
         "css": Markup(css),  # noqa: S704 (our own file)
@@ -91,6 +91,7 @@ def report(view: SessionView) -> str:
         "deselected": verdict.deselected[:MAX_GATES],
         "numbers": sections.three_numbers(view),
         "timelines": timelines,
+        "undrawn": ", ".join(undrawn),
         "rejections": sections.rejections(view),
         "latency": sections.latency(view),
         "quality": _quality(view),
@@ -159,7 +160,7 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
         "verdict": plain(gate.verdict, 20),
         "kind": _KINDS.get(gate.verdict, "unsure"),
         "title": gate_title(gate),
-        "text": text if gate.verdict != "PASS" or gate.before is not None or not (gate.bound_text or value) else "",
+        "text": text if gate.verdict != "PASS" or gate.before is not None or gate.bound is None else "",
         "beside": beside(view, gate),
         "note": methods.index(method) + 1 if (method := plain(gate.method, 300)) in methods else 0,
         "before": before,
@@ -222,26 +223,35 @@ def _drawn(draw: Callable[[], str], **caption: str) -> dict[str, Any]:
     return item
 
 
-def _timelines(view: SessionView) -> list[dict[str, Any]]:
+def _timelines(view: SessionView) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the charts of each load, and the names of the loads in which nothing ever ran or was held."""
     found: list[dict[str, Any]] = []
+    undrawn: list[str] = []
     for number, profile in enumerate(view.profiles()):
         by_side = [(side, windows, [t for a in windows for t in traces(a)]) for side, _ in view.sides() if (windows := view.of(profile, side))]
         by_side = [entry for entry in by_side if any(len(t.t_s) for t in entry[2])]
-        if by_side:
+        if by_side and any(t.busy() for _, _, seen in by_side for t in seen):
             found.append({"name": plain(profile, 60), "number": number, "sides": by_side, "profile": profile, "notes": [], "lead": ""})
+        elif by_side:
+            undrawn.append(plain(profile, 60))
     lines = sum(min(len(t), charts.MAX_LINES) * 6 for entry in found[:MAX_PROFILES] for _, _, t in entry["sides"])
     for entry in found[:MAX_PROFILES]:
         entry["charts"] = _time_charts(view, entry, lines)
         for side, _, seen in entry["sides"]:
             if len(seen) > charts.MAX_LINES:
                 entry["notes"].append(f"{side or 'measured'}: the {charts.MAX_LINES} lines with the highest peaks of {len(seen)} are drawn.")
-    return found[:MAX_PROFILES]
+    return found[:MAX_PROFILES], undrawn
 
 
 def _time_charts(view: SessionView, entry: dict[str, Any], lines: int) -> list[dict[str, Any]]:
     profile, number, by_side = entry["profile"], entry["number"], entry["sides"]
     bounds = [
-        g.bound for g in view.verdict.gates if g.quantity == "usage.peak" and g.lane in {profile, ""} and g.bound is not None and g.before is None
+        g.bound
+        for g in view.verdict.gates
+        if g.quantity == "usage.peak"
+        and g.lane in {windows[0].run.record.profile for _, windows, _ in by_side} | {""}
+        and g.bound is not None
+        and g.before is None
     ]
     common = charts.scale_of([t for _, _, seen in by_side for t in seen], "", "", bounds[0] if bounds else None)
     items = []

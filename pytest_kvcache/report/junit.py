@@ -7,15 +7,16 @@ from pytest_kvcache.report.escape import plain
 from pytest_kvcache.report.model import is_usage, show_interval, show_record
 
 
-def properties(gate: GateRecord) -> list[tuple[str, str]]:
+def properties(gate: GateRecord, *, embedded: bool = False) -> list[tuple[str, str]]:
     """Return ``(name, value)`` texts of one gate, without characters that XML cannot hold; empty values are left out.
 
     Names are ``kv.<gate>[<lane>].<part>``, so that several gates of one test stay apart. A usage ratio brings the numbers that it
-    is never shown without, as ``beside``.
+    is never shown without, as ``beside``; ``embedded`` says that it was judged on the embedded engine.
     """
     stem = "kv." + plain(gate.name, 80).replace(" ", "_") + (f"[{plain(gate.lane, 40)}]" if gate.lane else "")
     parts = {
         "verdict": gate.verdict if gate.applicable else "not applicable",
+        "engine": "EMBEDDED" if embedded else "",
         "quantity": gate.quantity,
         "value": show_record(gate.value),
         "before": show_record(gate.before),

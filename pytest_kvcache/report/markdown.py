@@ -14,7 +14,6 @@ from pytest_kvcache.report.model import (
     gate_sentence,
     gate_title,
     in_order,
-    is_usage,
     show_bound,
     show_interval,
     show_record,
@@ -102,8 +101,8 @@ def _gates(view: SessionView) -> list[str]:
 
 def _row(view: SessionView, gate: GateRecord, compared: bool) -> list[str]:
     title = markdown(gate_title(gate))
-    if is_usage(gate) or gate.beside:
-        title += f"<br>{markdown(beside(view, gate))}"
+    if text := beside(view, gate):
+        title += f"<br>{markdown(text)}"
     word = f"{_SIGNS.get(gate.verdict, '')} {markdown(gate.verdict, 20)}".strip()
     value, bound = markdown(show_record(gate.value), 60), markdown(show_bound(gate), 80)
     if not compared:

@@ -52,12 +52,18 @@ class SessionView:
         return [("", self.after)]
 
     def profiles(self) -> list[str]:
-        """Return the profiles in the order in which they were first run."""
-        return list(dict.fromkeys(analysis.run.record.profile for analysis in (*self.before, *self.after)))
+        """Return the names of the loads in the order in which they were first run."""
+        return list(dict.fromkeys(load_name(analysis) for analysis in (*self.before, *self.after)))
 
     def of(self, profile: str, side: str) -> list[Analysis]:
-        """Return the windows of one profile on one side."""
-        return [a for a in dict(self.sides()).get(side, ()) if a.run.record.profile == profile]
+        """Return the windows of one load on one side."""
+        return [a for a in dict(self.sides()).get(side, ()) if load_name(a) == profile]
+
+
+def load_name(analysis: Analysis) -> str:
+    """Return the name of the Run's load: its profile; probes of single requests stand apart from windows of the same profile."""
+    record = analysis.run.record
+    return f"{record.profile} (probe)" if record.options.get("requests") else record.profile
 
 
 def read_verdict(folder: Path) -> VerdictRecord:
@@ -271,9 +277,11 @@ def idle_numbers(analysis: Analysis) -> str:
 
 
 def beside(view: SessionView, gate: GateRecord) -> str:
-    """Return what stands beside the gate's usage ratio: what the judge wrote, else what the Runs of its lane say; of both sides in a comparison."""
+    """Return what stands beside the gate's figures: always for a usage ratio, from the judge or from the Runs of its lane, of both sides in a
+    comparison; for another gate where it did not pass, or where its sentence is all that it has.
+    """
     if not is_usage(gate):
-        return plain(gate.beside)
+        return plain(gate.beside) if gate.verdict != "PASS" or gate.bound is None else ""
     own = plain(gate.beside) or _of_lane(view, gate, gate.side or "after")
     if gate.before is None:
         return own

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.report.escape import plain
-from pytest_kvcache.report.model import SessionView, at_peak, number, show_number, show_value
+from pytest_kvcache.report.model import SessionView, at_peak, load_name, number, show_number, show_value
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
@@ -112,7 +112,7 @@ def sides(view: SessionView) -> Table:
         table.rows.append(["measured from", *(_moment(min((a.run.record.started_wall_s for a in analyses), default=0.0)) for _, analyses in columns)])
     row("prefix cache at start", lambda a: a.run.record.cache_state)
     row("seeds", lambda a: str(a.run.record.seed) if a.run.record.load_started_wall_s else "")
-    row("workload", lambda a: f"{a.run.record.profile} {a.run.record.workload[:12]}" if a.run.record.workload else "")
+    row("workload", lambda a: f"{load_name(a)} {a.run.record.workload[:12]}" if a.run.record.workload else "")
     return table
 
 
@@ -125,7 +125,7 @@ def _phrase(analysis: Analysis, *parts: tuple[str, str]) -> str:
 def _windows(analyses: Sequence[Analysis]) -> str:
     profiles: dict[str, int] = {}
     for analysis in analyses:
-        profiles[analysis.run.record.profile] = profiles.get(analysis.run.record.profile, 0) + 1
+        profiles[load_name(analysis)] = profiles.get(load_name(analysis), 0) + 1
     return plain(", ".join(f"{name} × {count}" for name, count in profiles.items()), 300) or "—"
 
 

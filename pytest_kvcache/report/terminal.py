@@ -16,7 +16,6 @@ from pytest_kvcache.report.model import (
     beside,
     gate_title,
     in_order,
-    is_usage,
     show_bound,
     show_interval,
     show_record,
@@ -105,7 +104,7 @@ def _table(view: SessionView, color: bool, width: int) -> list[str]:
 
 def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
     """Return the lines below a gate: what a usage ratio is never shown without, and the interval of one that could not tell."""
-    texts = [beside(view, gate)] if is_usage(gate) or (gate.beside and gate.verdict != "PASS") else []
+    texts = [text] if (text := beside(view, gate)) else []
     if gate.verdict != "PASS" and gate.value is not None and (interval := show_interval(gate)):
         texts.append(f"interval {interval}")
     return [line for text in texts for line in textwrap.wrap(clip(text, 3 * width), max(width, 20))]

@@ -111,6 +111,19 @@ def test_rejections_are_counted_by_class_and_lane_with_their_first_error(tmp_pat
     assert "queue full, the first: the queue is full" in text
 
 
+def test_a_probe_of_one_request_stands_apart_and_an_idle_one_is_not_drawn(embedded: SessionView) -> None:
+    first = embedded.after[0]
+    probe = replace(first, run=replace(first.run, record=msgspec.structs.replace(first.run.record, options={"requests": 1})))
+    still = [0.0] * len(first.timeline.t_s)
+    idle = replace(probe, timeline=replace(first.timeline, usage=still, running=still, waiting=still))
+    text = html.report(replace(embedded, after=[first, probe]))
+    assert "<h3>normal</h3>" in text
+    assert "<h3>normal (probe)</h3>" in text
+    text = html.report(replace(embedded, after=[first, idle]))
+    assert "<h3>normal (probe)</h3>" not in text
+    assert "Not drawn, because nothing ran in it: normal (probe)." in text
+
+
 def test_what_is_missing_is_a_dash_with_its_reason_and_never_a_zero(embedded_page: str) -> None:
     text = Page(embedded_page).text
     table = text[text.index("Usage, free space and running requests together") :][:900]

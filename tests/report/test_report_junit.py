@@ -19,6 +19,10 @@ def test_a_gate_is_told_with_value_bound_and_verdict() -> None:
     assert found["kv.peak_usage[longctx].beside"].startswith("pool 446,608 tokens")
 
 
+def test_the_embedded_engine_is_named() -> None:
+    assert dict(properties(single_gates()[0], embedded=True))["kv.peak_usage[normal].engine"] == "EMBEDDED"
+
+
 def test_several_gates_of_one_test_stay_apart() -> None:
     names = [name for gate in compare_gates() for name, _ in properties(gate)]
     assert len(names) == len(set(names))
