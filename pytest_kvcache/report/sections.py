@@ -30,9 +30,12 @@ class Table:
     def missing(self, value: Value | None, what: str) -> str:
         """Return the cell of a value; why one is missing is noted once below the table."""
         if isinstance(value, Missing):
-            note = plain(f"{what}: {value.reason}", 300)
-            if note not in self.notes and len(self.notes) < 12:
-                self.notes.append(note)
+            reason = plain(value.reason, 300)
+            known = next((i for i, note in enumerate(self.notes) if note.endswith(f": {reason}")), None)
+            if known is None and len(self.notes) < 12:
+                self.notes.append(f"{what}: {reason}")
+            elif known is not None and what not in (names := self.notes[known].removesuffix(f": {reason}")).split(", "):
+                self.notes[known] = f"{names}, {what}: {reason}"
         return show_value(value) or "—"
 
 
