@@ -184,7 +184,7 @@ def _at_peak(values: dict[str, Value], wall_s: Floats, columns: dict[str, Floats
     if count < 1:
         count, level, where = float(load.live(at)[0]), float(load.upper(at)[0]), "sent and not yet answering"
     values["mean_length.at_peak"] = (
-        Reading(level / round(count), "tokens", f"our request log: {level:.0f} tokens of {count:.0f} requests {where}")
+        Reading(float(round(level / round(count))), "tokens", f"our request log: {level:.0f} tokens of {count:.0f} requests {where}")
         if count >= 1
         else Missing("no request of ours was live at the peak")
     )

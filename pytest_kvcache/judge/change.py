@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from pytest_kvcache.records import GateRecord, QualityRow, ValueRecord
 from pytest_kvcache.settings import Settings
 
 _SURE = f"{stats.CONFIDENCE * 100:.0f} %"
-_METHOD = f"non-inferiority by Welch's t interval over windows, one-sided {_SURE}"
+_PAIRED = f"non-inferiority by the t interval of paired windows (same prompts before and after), one-sided {_SURE}"
+_WELCH = f"non-inferiority by Welch's t interval over windows, one-sided {_SURE}"
 TIME_FLOOR_S = 0.010
 """A time to first token may always grow by this much: a quarter of two milliseconds is nothing that anybody waits for."""
 COUNT_MARGIN = 0.5
@@ -63,7 +65,18 @@ def _numbers(analyses: Sequence[Analysis], name: str) -> list[float] | Missing:
 
 
 def _mean(numbers: Sequence[float], unit: str) -> Reading:
-    return Reading(sum(numbers) / len(numbers), unit, f"mean of {len(numbers)} window{'s' * (len(numbers) != 1)}")
+    mean = sum(numbers) / len(numbers)
+    return Reading(float(round(mean)) if unit in {"blocks", "tokens"} else mean, unit, f"mean of {len(numbers)} window{'s' * (len(numbers) != 1)}")
+
+
+def _pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[Sequence[Analysis], Sequence[Analysis], bool]:
+    """Return the windows of both sides in one order, and whether they pair: each number once a side, with an equal workload."""
+    sides = [{analysis.run.record.window: analysis for analysis in side} for side in (before, after)]
+    if len(sides[0]) != len(before) or len(sides[1]) != len(after) or set(sides[0]) != set(sides[1]):
+        return before, after, False
+    order = sorted(sides[0])
+    alike = all(sides[0][n].run.record.workload == sides[1][n].run.record.workload for n in order)
+    return [sides[0][n] for n in order], [sides[1][n] for n in order], alike
 
 
 def _windows(
@@ -77,6 +90,8 @@ def _windows(
     relative: bool,
     note: str = "",
 ) -> GateRecord:
+    before, after, paired = _pair(before, after)
+    method = _PAIRED if paired else _WELCH
     both = [*before, *after]
     left, right = _numbers(before, quantity), _numbers(after, quantity)
     if isinstance(left, Missing) or isinstance(right, Missing):
@@ -84,9 +99,9 @@ def _windows(
         assert isinstance(lacking, Missing)
         side = "before" if isinstance(left, Missing) else "after"
         reason = lacking if lacking.cannot_happen else Missing(f"{side} the change: {lacking.reason}")
-        return missing(name, quantity, reason, both, side="after", method=_METHOD)
+        return missing(name, quantity, reason, both, side="after", method=method)
     unit = both[0].values[quantity].unit  # type: ignore[union-attr]
-    found = stats.not_worse(left, right, margin, lower_is_better=higher_is_worse, relative=relative)
+    found = stats.not_worse(left, right, margin, lower_is_better=higher_is_worse, relative=relative, paired=paired)
     old, new = _mean(left, unit), _mean(right, unit)
     amount = "ratio" if relative else unit
     step = " of the pool" if unit == "ratio" else ""
@@ -96,7 +111,10 @@ def _windows(
     if found.estimate is None or found.high is None or found.low is None:
         text = f"cannot tell: {text}: {found.why}"
     else:
-        least, most = (units.show(max(end, 0.0), amount) + step for end in (found.low, found.high))
+        ends = [max(end, 0.0) for end in (found.low, found.high)]
+        if amount in {"blocks", "tokens"}:
+            ends = [float(math.floor(ends[0])), float(math.ceil(ends[1]))]
+        least, most = (units.show(end, amount) + step for end in ends)
         text += f": {f'at least {least}' if found.verdict == FAIL else f'at most {most}'} {direction} ({_SURE}), and {allowed} may be"
     if found.verdict == INCONCLUSIVE:
         text += f"; {_more(found, len(left), len(right))}"
@@ -115,7 +133,7 @@ def _windows(
         bound_text=f"at most {allowed} {direction}",
         low=found.low,
         high=found.high,
-        method=_METHOD + (" of logarithms" if relative else ""),
+        method=method + (", of logarithms" if relative else ""),
         beside=usage,
         side="after",
     )
@@ -133,9 +151,7 @@ def _free(quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], 
     pools = [_pool(analysis, unit) for analysis in before]
     known = [pool for pool in pools if pool is not None]
     if not known:
-        return missing(
-            "free_not_worse", quantity, Missing("the size of the pool before is not known"), [*before, *after], side="after", method=_METHOD
-        )
+        return missing("free_not_worse", quantity, Missing("the size of the pool before is not known"), [*before, *after], side="after")
     margin = float(max(round(share * sum(known) / len(known)), 1))
     return _windows("free_not_worse", quantity, before, after, margin, higher_is_worse=False, relative=False)
 

@@ -1,7 +1,8 @@
 """The statistics of the gates, on scipy's distribution functions (scipy.special: a tenth of the import of scipy.stats). Every bound is one-sided at CONFIDENCE unless it says otherwise.
 
-Window values (a peak, a percentile, a rate) are compared by Welch's t interval, counts by the exact conditional binomial test of two
-Poisson rates, quality by the exact McNemar test on paired items, and single rates by Clopper-Pearson.
+Window values (a peak, a percentile, a rate) are compared by the t interval of their paired differences where windows of the two sides
+had the same prompts, by Welch's t interval where they had not; counts by the exact conditional binomial test of two Poisson rates,
+quality by the exact McNemar test on paired items, and single rates by Clopper-Pearson.
 """
 
 from __future__ import annotations
@@ -53,11 +54,16 @@ class Worsening:
     why: str = ""
 
 
-def not_worse(before: Sequence[float], after: Sequence[float], margin: float, *, lower_is_better: bool, relative: bool) -> Worsening:
+def not_worse(
+    before: Sequence[float], after: Sequence[float], margin: float, *, lower_is_better: bool, relative: bool, paired: bool = False
+) -> Worsening:
     """Judge non-inferiority of window values: PASS where the worsening is below ``margin`` at CONFIDENCE, FAIL where it is above.
 
+    ``paired`` says that the n-th value of both sides belongs to one pair (equal seeds): then their differences are judged, and what
+    seeds alone bring falls out; ValueError where the sides then have different lengths.
+
     ``relative`` compares logarithms, and then ``margin`` is a share of the side before: 0.25 lets a time grow, or a rate fall, by
-    25 %. Where no value of either side varies at all, the interval is the point: what repeats exactly is known exactly.
+    25 %. Where nothing varies at all, the interval is the point: what repeats exactly is known exactly.
     """
     n, m = len(before), len(after)
     if min(n, m) < FEWEST_WINDOWS:
@@ -71,9 +77,15 @@ def not_worse(before: Sequence[float], after: Sequence[float], margin: float, *,
         left, right, bound = list(before), list(after), margin
     sign = 1.0 if lower_is_better else -1.0
     estimate = sign * (_mean(right) - _mean(left))
-    low, high = _welch(left, right, estimate)
+    if paired:
+        pairs = [sign * (b - a) for a, b in zip(left, right, strict=True)]
+        half = float(_special().stdtrit(n - 1, CONFIDENCE)) * math.sqrt(_variance(pairs) / n)
+        low, high, spread, freedom = estimate - half, estimate + half, _variance(pairs), 1
+    else:
+        low, high = _welch(left, right, estimate)
+        spread, freedom = _variance(left) + _variance(right), 2
     verdict = PASS if high <= bound else FAIL if low > bound else INCONCLUSIVE
-    needed = _windows_needed(left, right, abs(bound - estimate)) if verdict == INCONCLUSIVE else None
+    needed = _windows_needed(max(n, m), spread, freedom, abs(bound - estimate)) if verdict == INCONCLUSIVE else None
 
     def shown(value: float) -> float:
         if not relative:
@@ -106,12 +118,11 @@ def _welch(left: Sequence[float], right: Sequence[float], estimate: float) -> tu
     return estimate - half, estimate + half
 
 
-def _windows_needed(left: Sequence[float], right: Sequence[float], distance: float) -> int | None:
+def _windows_needed(there: int, spread: float, freedom: int, distance: float) -> int | None:
     """Return the windows a side at which the interval would be shorter than the distance to the margin; None beyond MOST_WINDOWS."""
-    spread = _variance(left) + _variance(right)
     quantile = _special().stdtrit
-    for n in range(max(len(left), len(right)) + 1, MOST_WINDOWS + 1):
-        if float(quantile(2 * (n - 1), CONFIDENCE)) * math.sqrt(spread / n) < distance:
+    for n in range(there + 1, MOST_WINDOWS + 1):
+        if float(quantile(freedom * (n - 1), CONFIDENCE)) * math.sqrt(spread / n) < distance:
             return n
     return None
 

@@ -64,8 +64,8 @@ def test_before_and_after_stand_beside_the_interval(side: Make) -> None:
         assert record.value == pytest.approx(0.1, rel=0.02)
     assert gate.low is not None
     assert gate.high is not None
-    assert gate.low < 0 < gate.high < 0.25
-    assert "Welch" in gate.method
+    assert gate.low <= 0 <= gate.high < 0.25
+    assert "paired windows" in gate.method
     assert gate.side == "after"
 
 
@@ -98,9 +98,21 @@ def test_one_window_a_side_decides_nothing_and_says_so(side: Make) -> None:
 
 
 def test_noise_is_inconclusive_and_says_how_many_windows_would_do(side: Make) -> None:
-    gate = by_name(not_worse(side(3, spread=0.2), side(3, spread=0.2), Margins()))["ttft_not_worse"]
+    gate = by_name(not_worse(side(3, spread=0.2), side(3, spread=-0.2), Margins()))["ttft_not_worse"]
     assert gate.verdict == INCONCLUSIVE
     assert "windows a side would decide it (there are 3 and 3)" in gate.text
+
+
+def test_what_seeds_alone_bring_falls_out_where_windows_pair(side: Make) -> None:
+    before, after = side(4, spread=0.3), side(4, spread=0.3)
+    gate = by_name(not_worse(before, list(reversed(after)), Margins()))["ttft_not_worse"]
+    assert gate.verdict == PASS
+    assert "paired windows" in gate.method
+    alone = by_name(not_worse(before, side(3, spread=0.3), Margins()))["ttft_not_worse"]
+    assert alone.verdict == INCONCLUSIVE
+    assert "Welch" in alone.method
+    others = side(4, spread=0.3, record={"workload": "other"})
+    assert "Welch" in by_name(not_worse(before, others, Margins()))["ttft_not_worse"].method
 
 
 def test_margins_come_from_the_settings(side: Make) -> None:

@@ -84,6 +84,17 @@ def test_welch_gives_the_textbook_interval() -> None:
     assert found.needed > 5
 
 
+def test_pairs_give_the_textbook_interval() -> None:
+    # differences 1, 2, 3: mean 2, standard error 0.5774, 2 degrees of freedom, t = 2.9200
+    found = stats.not_worse([10, 20, 30], [11, 22, 33], 5.0, lower_is_better=True, relative=False, paired=True)
+    assert found.low == pytest.approx(2 - 1.6859, abs=1e-3)
+    assert found.high == pytest.approx(2 + 1.6859, abs=1e-3)
+    assert found.verdict == PASS
+    assert stats.not_worse([10, 20, 30], [11, 22, 33], 5.0, lower_is_better=True, relative=False).verdict == INCONCLUSIVE
+    with pytest.raises(ValueError, match="zip"):
+        stats.not_worse([1, 2], [1, 2, 3], 1.0, lower_is_better=True, relative=False, paired=True)
+
+
 def test_one_window_a_side_cannot_pass_and_says_what_is_missing() -> None:
     for before, after in (([1.0], [1.0]), ([1.0] * 5, [1.0]), ([1.0], [1.0] * 5)):
         found = stats.not_worse(before, after, 0.5, lower_is_better=True, relative=False)
@@ -129,20 +140,23 @@ def test_events_that_come_in_bursts_weigh_less() -> None:
     assert bursts.dispersion > 10
 
 
-def simulate(rng: random.Random, trials: int, shift: float, spread: float, windows: int, margin: float) -> dict[str, int]:
+def simulate(rng: random.Random, trials: int, shift: float, spread: float, windows: int, margin: float, paired: bool = False) -> dict[str, int]:
     found = {PASS: 0, FAIL: 0, INCONCLUSIVE: 0}
     for _ in range(trials):
-        before = [rng.gauss(0.5, spread) for _ in range(windows)]
-        after = [rng.gauss(0.5 + shift, spread) for _ in range(windows)]
-        found[stats.not_worse(before, after, margin, lower_is_better=True, relative=False).verdict] += 1
+        seeds = [rng.gauss(0.5, 3 * spread if paired else 0.0) for _ in range(windows)]
+        before = [rng.gauss(seed, spread) for seed in seeds]
+        after = [rng.gauss(seed + shift, spread) for seed in seeds]
+        found[stats.not_worse(before, after, margin, lower_is_better=True, relative=False, paired=paired).verdict] += 1
     return found
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("windows", [2, 5])
-def test_false_pass_stays_under_its_level(windows: int) -> None:
+def test_false_pass_stays_under_its_level(windows: int, paired: bool) -> None:
     # worse by exactly the margin, the hardest case of those that must not pass; 1,500 trials put 5 % within 1.5 points
-    found = simulate(random.Random(7), 1500, 0.02, 0.01, windows, 0.02)
+    found = simulate(random.Random(7), 1500, 0.02, 0.01, windows, 0.02, paired)
     assert found[PASS] / 1500 < 0.065
+    assert found[FAIL] / 1500 < 0.065
 
 
 def test_false_fail_of_an_equal_candidate_is_rare_and_power_grows_with_windows() -> None:
