@@ -15,7 +15,8 @@ from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.errors import GateFailed
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.compare import Comparison
-from pytest_kvcache.records import GateRecord, Run
+from pytest_kvcache.records import GateRecord
+from pytest_kvcache.runfolder import Run
 
 Evidence = Run | Analysis | Sequence[Run] | Sequence[Analysis]
 

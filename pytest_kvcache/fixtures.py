@@ -14,8 +14,9 @@ from pytest_kvcache.settings import Settings
 
 if TYPE_CHECKING:
     from pytest_kvcache.judge.compare import Comparison
-    from pytest_kvcache.records import GateRecord, Run, SnapshotRecord, VerdictRecord
+    from pytest_kvcache.records import GateRecord, SnapshotRecord, VerdictRecord
     from pytest_kvcache.report.model import SessionView
+    from pytest_kvcache.runfolder import Run
     from pytest_kvcache.server.endpoint import Endpoint
     from pytest_kvcache.session import Planned, Session
 

@@ -8,7 +8,8 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_kvcache.engines import Dialect
-    from pytest_kvcache.records import GateRecord, Run
+    from pytest_kvcache.records import GateRecord
+    from pytest_kvcache.runfolder import Run
 
 
 @pytest.hookspec

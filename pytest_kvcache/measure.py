@@ -25,7 +25,8 @@ from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import take_snapshot_raw
 from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.items import Item
-from pytest_kvcache.records import SCHEMA_VERSION, Run, RunRecord, SnapshotRecord, ValueRecord, write_atomic, write_run
+from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, SnapshotRecord, ValueRecord
+from pytest_kvcache.runfolder import Run, write_atomic, write_run
 from pytest_kvcache.server.endpoint import Endpoint, complete
 from pytest_kvcache.server.shown import shown_settings
 from pytest_kvcache.server.startlog import redact

@@ -29,8 +29,9 @@ from pytest_kvcache.judge.gates import session_verdict
 from pytest_kvcache.measure import Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
 from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quality.items import Item, read_items, standard_items
-from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, Run, VerdictRecord, read_runs, write_run
+from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, VerdictRecord
 from pytest_kvcache.report.write import write_session
+from pytest_kvcache.runfolder import Run, read_runs, write_run
 from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
 from pytest_kvcache.server.launch import LaunchedServer, launch
 from pytest_kvcache.server.shown import shown_command

@@ -18,14 +18,12 @@ from pytest_kvcache.records import (
     LoadStart,
     QualityRow,
     RequestRow,
-    Run,
     RunRecord,
     SnapshotRecord,
     TelemetryRow,
     ValueRecord,
-    encode_line,
-    write_run,
 )
+from pytest_kvcache.runfolder import Run, encode_line, write_run
 
 T0 = 1_800_000_000.0
 BLOCK = 16

@@ -17,15 +17,13 @@ from pytest_kvcache.records import (
     LoadStart,
     QualityRow,
     RequestRow,
-    Run,
     RunRecord,
     SnapshotRecord,
     TelemetryRow,
     ValueRecord,
     VerdictRecord,
-    encode_line,
-    write_run,
 )
+from pytest_kvcache.runfolder import Run, encode_line, write_run
 from pytest_kvcache.settings import Settings
 
 STARTED_S = 1_780_000_000.0

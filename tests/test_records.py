@@ -10,18 +10,8 @@ from hypothesis import strategies as st
 
 from pytest_kvcache.errors import CannotJudge, CannotWrite, UnknownSchema
 from pytest_kvcache.quantities import Missing, Reading
-from pytest_kvcache.records import (
-    SCHEMA_VERSION,
-    RequestRow,
-    RunRecord,
-    ValueRecord,
-    encode_line,
-    read_lines,
-    read_run,
-    read_runs,
-    write_atomic,
-    write_run,
-)
+from pytest_kvcache.records import SCHEMA_VERSION, RequestRow, RunRecord, ValueRecord
+from pytest_kvcache.runfolder import encode_line, read_lines, read_run, read_runs, write_atomic, write_run
 
 
 def _row(number: int) -> RequestRow:

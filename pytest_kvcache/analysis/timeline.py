@@ -16,7 +16,8 @@ from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
 from pytest_kvcache.conditions import KNOWN, Limit
 from pytest_kvcache.quality.graders import summarise
 from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import QualitySummary, Run, TelemetryRow, read_lines
+from pytest_kvcache.records import QualitySummary, TelemetryRow
+from pytest_kvcache.runfolder import Run, read_lines
 
 if TYPE_CHECKING:
     import numpy as np

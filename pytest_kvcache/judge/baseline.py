@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from pytest_kvcache.errors import CannotJudge, CannotWrite, UsageError
-from pytest_kvcache.records import Run, read_run, read_runs
+from pytest_kvcache.runfolder import Run, read_run, read_runs
 
 FOLDER = "baselines"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -17,7 +17,8 @@ from pytest_kvcache.judge.gates import worst
 from pytest_kvcache.judge.validity import check_pair, check_side, launches
 from pytest_kvcache.judge.wording import evidence
 from pytest_kvcache.quantities import QUANTITIES, Missing, Value
-from pytest_kvcache.records import ConfigChange, GateRecord, Run, RunRecord
+from pytest_kvcache.records import ConfigChange, GateRecord, RunRecord
+from pytest_kvcache.runfolder import Run
 from pytest_kvcache.settings import Settings
 
 RESTARTS_NOT_COVERED = "the spread between restarts is not covered: all windows of a side were measured on one start of the server"

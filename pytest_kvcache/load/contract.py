@@ -35,7 +35,8 @@ from typing import Any
 import msgspec
 
 from pytest_kvcache.errors import CannotJudge, CannotWrite
-from pytest_kvcache.records import LoadEnd, LoadLine, LoadNote, LoadStart, RequestRow, encode_line, read_lines
+from pytest_kvcache.records import LoadEnd, LoadLine, LoadNote, LoadStart, RequestRow
+from pytest_kvcache.runfolder import encode_line, read_lines
 
 OK = "ok"
 STOPPED_EARLY = "stopped_early"

@@ -10,7 +10,6 @@ import traceback
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,11 +23,11 @@ from pytest_kvcache.load.client import Asker
 from pytest_kvcache.load.flags import Knobs
 from pytest_kvcache.load.prepare import Prepared, choose_model, failure_text, prepare
 from pytest_kvcache.load.prompts import PromptSource
+from pytest_kvcache.load.provenance import argv, versions
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.rowsfile import FLUSH_S, RowsFile
 from pytest_kvcache.load.target import Handed, Target, named_by_hand
 from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
-from pytest_kvcache.server.redaction import HIDDEN, redact_words
 
 BEAT_S = 0.05
 GONE_AFTER_S = 15.0
@@ -37,7 +36,6 @@ SIGNAL_STOP_S = 2.0
 NOTES_LIMIT = 200
 ERRORS_LIMIT = 50
 PROBE_TIMEOUT_S = 120.0
-_PRIVATE_FLAGS = frozenset({"--kv-header", "--kv-proxy", "--kv-extra-body"})
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ class LoadSession:
             "stop_timeout_s": float(self.environment.stop_timeout or 0),
             "profile_options": dict(knobs.profile_options),
         }
-        rows.put(LoadStart(self.now_s(), self.shape.profile, self.worker, knobs.seed, options, _versions(), _argv()))
+        rows.put(LoadStart(self.now_s(), self.shape.profile, self.worker, knobs.seed, options, versions(), argv()))
         rows.put(LoadNote(self.now_s(), "prepared", "what the preparation asked of the server", prepared.spent))
         for note in prepared.notes:
             self.note("prepared", note)
@@ -384,25 +382,3 @@ def _place(runner: Any) -> tuple[int, int, str]:
     if isinstance(runner, WorkerRunner):
         return max(1, int(getattr(runner, "worker_count", 1))), max(0, int(runner.worker_index)), str(runner.client_id)
     return 1, 0, ""
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in ("pytest-kvcache", "locust", "geventhttpclient", "gevent"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _argv() -> list[str]:
-    """Return the command line, without the values of headers, proxies, bodies and user-info in addresses."""
-    words, _ = redact_words(sys.argv)
-    for at, word in enumerate(words[1:], start=1):
-        name, equals, _ = word.partition("=")
-        if name in _PRIVATE_FLAGS and equals:
-            words[at] = f"{name}={HIDDEN}"
-        elif words[at - 1] in _PRIVATE_FLAGS:
-            words[at] = HIDDEN
-    return words

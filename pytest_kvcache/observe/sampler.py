@@ -15,7 +15,8 @@ from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.observe.gpu import read_gpus
 from pytest_kvcache.observe.scrape import Reader
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
-from pytest_kvcache.records import GpuRow, TelemetryRow, encode_line
+from pytest_kvcache.records import GpuRow, TelemetryRow
+from pytest_kvcache.runfolder import encode_line
 from pytest_kvcache.server.address import Endpoint
 
 # What moves, and the sizes whose change tells that the server was restarted in between.

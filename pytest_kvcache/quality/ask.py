@@ -17,7 +17,8 @@ from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, UsageError
 from pytest_kvcache.quality.graders import LONGEST_ANSWER, grade, is_garbage, summarise
 from pytest_kvcache.quality.items import Item
 from pytest_kvcache.quality.patterns import PatternProcess
-from pytest_kvcache.records import QualityRow, QualitySummary, encode_line
+from pytest_kvcache.records import QualityRow, QualitySummary
+from pytest_kvcache.runfolder import encode_line
 from pytest_kvcache.server.endpoint import Endpoint, complete
 
 DEADLINE_S = 3600.0

@@ -13,8 +13,9 @@ import msgspec
 from pytest_kvcache import units
 from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
 from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, ValueRecord, VerdictRecord, read_runs
+from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, ValueRecord, VerdictRecord
 from pytest_kvcache.report.escape import clip, plain
+from pytest_kvcache.runfolder import read_runs
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis

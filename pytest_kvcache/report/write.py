@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pytest_kvcache.records import VerdictRecord, write_atomic
+from pytest_kvcache.records import VerdictRecord
 from pytest_kvcache.report import html, markdown
 from pytest_kvcache.report.model import SessionView, build_view
+from pytest_kvcache.runfolder import write_atomic
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis

@@ -12,7 +12,7 @@ import pytest
 from pytest_kvcache import assertions
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.compare import Comparison
-from pytest_kvcache.records import Run
+from pytest_kvcache.runfolder import Run
 from pytest_kvcache.settings import Settings
 
 pytestmark = pytest.mark.capacity

@@ -13,7 +13,8 @@ from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import KNOWN, Limit
 from pytest_kvcache.errors import CannotJudge
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading
-from pytest_kvcache.records import RequestRow, TelemetryRow, read_run
+from pytest_kvcache.records import RequestRow, TelemetryRow
+from pytest_kvcache.runfolder import read_run
 
 
 def number(analysis: Analysis, name: str, lane: str = "") -> float:

@@ -15,7 +15,8 @@ from pytest_kvcache.judge.change import Margins, not_worse, quality_not_worse
 from pytest_kvcache.judge.compare import RESTARTS_NOT_COVERED, Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import FAIL, INCONCLUSIVE, INVALID, PASS
 from pytest_kvcache.quantities import Reading
-from pytest_kvcache.records import GateRecord, ValueRecord, read_run
+from pytest_kvcache.records import GateRecord, ValueRecord
+from pytest_kvcache.runfolder import read_run
 from pytest_kvcache.settings import Settings
 
 Make = Callable[..., list[Analysis]]

@@ -13,7 +13,8 @@ from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.contract import is_complete, merge_files, read_load, read_rows, workload_hash
 from pytest_kvcache.load.rowsfile import RowsFile
-from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow, encode_line
+from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
+from pytest_kvcache.runfolder import encode_line
 
 
 def row(number: int, end_s: float = 0.0, outcome: str = contract.OK) -> RequestRow:

@@ -13,7 +13,8 @@ import pytest
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
 from pytest_kvcache.quantities import Missing, Reading
-from pytest_kvcache.records import SnapshotRecord, TelemetryRow, read_lines
+from pytest_kvcache.records import SnapshotRecord, TelemetryRow
+from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.address import Endpoint
 from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings

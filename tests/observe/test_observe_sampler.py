@@ -23,7 +23,8 @@ from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.observe import sampler as sampler_module
 from pytest_kvcache.observe.sampler import SAMPLED, Sampler
 from pytest_kvcache.quantities import Missing
-from pytest_kvcache.records import GpuRow, TelemetryRow, read_lines
+from pytest_kvcache.records import GpuRow, TelemetryRow
+from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.address import Endpoint
 
 VLLM, LLAMA = DIALECTS["vllm"], DIALECTS["llamacpp"]

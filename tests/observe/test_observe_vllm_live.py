@@ -14,7 +14,8 @@ import pytest
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
 from pytest_kvcache.quantities import Missing, Reading
-from pytest_kvcache.records import TelemetryRow, read_lines
+from pytest_kvcache.records import TelemetryRow
+from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.address import Endpoint
 from pytest_kvcache.server.endpoint import complete
 from pytest_kvcache.server.launch import launch

@@ -15,7 +15,8 @@ from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, UsageError
 from pytest_kvcache.quality.ask import ask_items, digest
 from pytest_kvcache.quality.items import Item
 from pytest_kvcache.quality.needle import recall_items
-from pytest_kvcache.records import QualityRow, read_lines
+from pytest_kvcache.records import QualityRow
+from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.endpoint import Endpoint, choose_model, parse_endpoint
 from pytest_kvcache.settings import Settings
 

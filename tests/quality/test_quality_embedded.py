@@ -11,7 +11,8 @@ from pytest_kvcache.conditions import FAIL, PASS
 from pytest_kvcache.judge.change import quality_not_worse
 from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.items import standard_items
-from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, write_run
+from pytest_kvcache.records import SCHEMA_VERSION, RunRecord
+from pytest_kvcache.runfolder import write_run
 from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 
