@@ -43,7 +43,10 @@ def gather(
         sent=len(rows),
         asked=_asked(record, frame),
         lag_p99_s=float(np.quantile(lag, 0.99)) if len(lag) else 0.0,
-        loop_lag_p99_s=max((end.lag_p99_s for end in frame.ends), default=0.0),
+        # in a short window the 99th percentile of the loop's lag is its maximum, so that one stall would look like steady lag
+        loop_lag_p99_s=max((end.lag_p99_s for end in frame.ends if end.lag_p99_s < end.lag_max_s), default=0.0),
+        loop_stall_s=max((end.lag_max_s for end in frame.ends), default=0.0),
+        window_s=window.until_s - window.since_s,
         ttft_p50_s=ttft_p50.number() if isinstance(ttft_p50, Reading) else 0.0,
         polled=record.sample_hz > 0,
         coverage=min((share for share, _ in covered), default=0.0),

@@ -24,11 +24,13 @@ class Problem:
 class Limits:
     """What a sound measurement may show. Times in seconds; shares from 0 to 1.
 
-    The client's own lag may be ``lag_s`` or ``lag_share`` of the median time to first token, whichever is more.
+    The client's own lag may be ``lag_s`` or ``lag_share`` of the median time to first token, whichever is more; a single stall of
+    its event loop may last ``stall_share`` of the window.
     """
 
     lag_s: float = 0.25
     lag_share: float = 0.10
+    stall_share: float = 0.25
     coverage: float = 0.80
     gap_s: float = 3.0
     foreign_share: float = 0.05
@@ -50,6 +52,8 @@ class Facts:
     asked: int = 0
     lag_p99_s: float = 0.0
     loop_lag_p99_s: float = 0.0
+    loop_stall_s: float = 0.0
+    window_s: float = 0.0
     ttft_p50_s: float = 0.0
     polled: bool = True
     coverage: float = 1.0
@@ -96,7 +100,13 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
         return
     allowed = max(limits.lag_s, limits.lag_share * facts.ttft_p50_s)
     lag, which = max((facts.lag_p99_s, "from the intended to the real start of a request"), (facts.loop_lag_p99_s, "of its event loop"))
-    if lag > allowed:
+    if facts.loop_stall_s > max(allowed, limits.stall_share * facts.window_s):
+        yield Problem(
+            "client_bound",
+            f"the load client stood still for {units.show_seconds(facts.loop_stall_s)} of a window of {units.show_seconds(facts.window_s)}",
+            "a longer window (--kv-duration-s), or a machine of its own for the load",
+        )
+    elif lag > allowed:
         yield Problem(
             "client_bound",
             f"the load client was late: its lag {which} was {units.show_seconds(lag)} (p99), and at most {units.show_seconds(allowed)} is sound",
