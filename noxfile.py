@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 nox.options.sessions = ["lint", "tests"]
@@ -45,8 +47,8 @@ def wheel(session: nox.Session) -> None:
     session.install("build")
     folder = session.create_tmp()
     session.run("python", "-m", "build", "--wheel", "--outdir", folder, ".")
-    wheels = sorted(session.cache_dir.parent.glob("**/pytest_kvcache-*.whl")) or [f"{folder}/pytest_kvcache.whl"]
-    session.install(f"{wheels[-1]}[demo]")
+    (built,) = Path(folder).glob("pytest_kvcache-*.whl")
+    session.install(f"{built}[demo]")
     session.chdir(folder)
     session.run("pytest-kvcache", "load", "--path", "longctx")
     session.run("pytest", "--pyargs", "pytest_kvcache.suite", "-m", "capacity")

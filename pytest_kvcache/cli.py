@@ -131,8 +131,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _probe(arguments: argparse.Namespace) -> int:
     from pytest_kvcache.judge import gates
+    from pytest_kvcache.measure import Planned
     from pytest_kvcache.report.terminal import three_numbers
-    from pytest_kvcache.session import Planned
 
     with _session(options.settings_from(arguments)) as session:
         run = session.load(Planned("nearmax", users=1, requests=1))
@@ -153,7 +153,7 @@ def _load(arguments: argparse.Namespace) -> int:
         from pytest_kvcache.load.runner import profiles
 
         raise UsageError("which profile?", hint=f"one of {', '.join(profiles())}, or the path of a Locust file")
-    from pytest_kvcache.session import Planned
+    from pytest_kvcache.measure import Planned
 
     with _session(options.settings_from(arguments)) as session:
         session.load(Planned(arguments.profile, requests=arguments.requests))
@@ -168,7 +168,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from pytest_kvcache.session import Planned
+    from pytest_kvcache.measure import Planned
 
     settings = options.settings_from(arguments)
     if arguments.folders:
@@ -193,7 +193,9 @@ def _compare_stored(arguments: argparse.Namespace, settings: Settings) -> int:
     with _session(settings) as session:
         session.adopt(before, "before")
         session.adopt(after, "after")
-        for gate in compare(session.before_analyses(), session.after_analyses(), settings).gates:
+        comparison = compare(session.before_analyses(), session.after_analyses(), settings)
+        session.notes, session.problems = list(comparison.notes), [problem.text for problem in comparison.problems]
+        for gate in comparison.gates:
             session.record(gate)
         return _finish(session)
 

@@ -18,9 +18,10 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
     Returns 0 once the story is told, although its verdict is FAIL; 4 where the evidence was unsound.
     """
+    from pytest_kvcache.measure import Planned
     from pytest_kvcache.report.model import SessionView
     from pytest_kvcache.report.terminal import summary
-    from pytest_kvcache.session import Planned, Session
+    from pytest_kvcache.session import Session
 
     settings = options.settings_from(arguments, before=BEFORE, after=AFTER, windows=3, duration_s=3.0, name="demo")
     print("A change of the KV cache from f16 to q4_0, on real llama.cpp and a model made to recall:", flush=True)

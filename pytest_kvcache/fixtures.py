@@ -14,11 +14,12 @@ from pytest_kvcache.settings import Settings
 
 if TYPE_CHECKING:
     from pytest_kvcache.judge.compare import Comparison
+    from pytest_kvcache.measure import Planned
     from pytest_kvcache.records import GateRecord, SnapshotRecord, VerdictRecord
     from pytest_kvcache.report.model import SessionView
     from pytest_kvcache.runfolder import Run
     from pytest_kvcache.server.endpoint import Endpoint
-    from pytest_kvcache.session import Planned, Session
+    from pytest_kvcache.session import Session
 
 SETTINGS = pytest.StashKey[Settings]()
 # A gate as JSON text on a worker's test report: plain text survives the way to xdist's controller (F8: other types do not).
@@ -34,8 +35,6 @@ class State:
         self.session: Session | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.deselected: list[str] = []
-        self.plan: list[Planned] = []
-        self.plan_quality = False
         self.finish_error = ""
         self.gates_of: dict[str, list[GateRecord]] = {}
         self.worker_folder = ""
@@ -50,7 +49,7 @@ class State:
     def make_session(self) -> Session:
         """Open the measuring Session. Raises UsageError under xdist, unless a lease was asked for."""
         from pytest_kvcache.server.shown import shown_argv
-        from pytest_kvcache.session import Planned, Session
+        from pytest_kvcache.session import Session
 
         config, settings = self.config, self.config.stash[SETTINGS]
         worker: Mapping[str, Any] | None = getattr(config, "workerinput", None)
@@ -73,7 +72,7 @@ class State:
         seen: list[Planned] = []
         for item in self._items:
             for mark in item.iter_markers("kv_profile"):
-                planned = Planned(mark.args[0], **mark.kwargs)
+                planned = _planned(mark.args[0], mark.kwargs)
                 if planned not in seen:
                     seen.append(planned)
         session.plan = seen
@@ -99,7 +98,7 @@ class State:
             gate = msgspec.structs.replace(gate, test=item.nodeid)
             judged.append(gate)
             session.record(gate)
-            item.user_properties.extend(properties(gate))
+            item.user_properties.extend(properties(gate, embedded=session.embedded))
             if not self.controller:
                 item.user_properties.append((GATE_PROPERTY, msgspec.json.encode(gate).decode()))
 
@@ -248,10 +247,9 @@ def kv_load(kv_session: Session) -> Callable[..., Run]:
     Keywords: users, duration_s, output_tokens, requests (stop after so many), options (the profile's own). The same call in one
     session returns the same Run.
     """
-    from pytest_kvcache.session import Planned
 
     def load(profile: str, **numbers: Any) -> Run:
-        return kv_session.load(_planned(Planned, profile, numbers))
+        return kv_session.load(_planned(profile, numbers))
 
     return load
 
@@ -259,17 +257,18 @@ def kv_load(kv_session: Session) -> Callable[..., Run]:
 @pytest.fixture(scope="session")
 def kv_windows(kv_session: Session) -> Callable[..., list[Run]]:
     """Like ``kv_load``, and returns the Runs of all windows: ``--kv-windows`` of them where a change is judged or saved, else one."""
-    from pytest_kvcache.session import Planned
 
     def windows(profile: str, **numbers: Any) -> list[Run]:
-        return kv_session.windows(_planned(Planned, profile, numbers))
+        return kv_session.windows(_planned(profile, numbers))
 
     return windows
 
 
-def _planned(kind: type[Planned], profile: str, numbers: Mapping[str, Any]) -> Planned:
+def _planned(profile: str, numbers: Mapping[str, Any]) -> Planned:
+    from pytest_kvcache.measure import Planned
+
     try:
-        return kind(profile, **numbers)
+        return Planned(profile, **numbers)
     except TypeError:
         known = "users, duration_s, output_tokens, requests, options"
         raise UsageError(f"unknown keyword among {', '.join(numbers)}", where=f"kv_load({profile!r}, ...)", hint=f"known: {known}") from None

@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from typing import Any
 
 from pytest_kvcache import __version__
 from pytest_kvcache.engines import Dialect
-from pytest_kvcache.errors import CannotWrite, KvError, LoadFailed
-from pytest_kvcache.load.runner import run_load
+from pytest_kvcache.errors import CannotWrite, KvError
+from pytest_kvcache.load.runner import LoadResult, run_load
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import take_snapshot_raw
 from pytest_kvcache.quality.ask import ask_items
@@ -52,19 +51,31 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Window:
-    """One load window: a profile with its own numbers; 0 takes the profile's. ``nonce`` makes prompts differ between windows."""
+class Planned:
+    """A load profile with numbers of one's own; 0 takes the profile's. ``requests`` ends the load after so many."""
 
     profile: str
     users: int = 0
     duration_s: float = 0.0
     output_tokens: int = 0
     requests: int = 0
-    number: int = 0
-    seed: int = 1
-    nonce: str = ""
-    sample_hz: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The profile's name, also where its file was named by a path."""
+        return Path(self.profile).stem
+
+
+@dataclass(frozen=True)
+class Window:
+    """One measured window of a planned load, the ``number``-th from 0. ``nonce`` makes its prompts differ from all other windows'."""
+
+    planned: Planned
+    number: int
+    seed: int
+    nonce: str
+    sample_hz: float
 
 
 def run_folder(session: Path, name: str) -> Path:
@@ -185,24 +196,49 @@ def _reset_cache(target: Target) -> str:
     return f"the engine's own call answered HTTP {', '.join(map(str, outcomes))}; prompts never sent before"
 
 
-def measure_load(
-    target: Target,
-    settings: Settings,
-    session: Path,
-    window: Window,
-    *,
-    run_id: str,
-    stop: threading.Event | None = None,
-    say: Callable[[str], None] | None = None,
-) -> Run:
-    """Measure one window of load and return its Run, which is then on disk.
+@dataclass(frozen=True)
+class _Pressed:
+    """What came of a load: its result where it came to one, when it ran, and what cut it short."""
 
-    Raises LoadFailed when the load process broke (the Run is written first, with the reason), CannotWrite when the disk is full, and
-    what reading the server raises when it does not answer at all.
+    load: LoadResult | None
+    began_wall_s: float
+    ended_wall_s: float
+    raised: BaseException | None
+
+
+def _press(target: Target, settings: Settings, folder: Path, window: Window, max_model_len: int | None) -> _Pressed:
+    """Run the load, and hold back what ends it early until everything measured so far is written."""
+    planned = window.planned
+    began_wall_s = time.time()
+    load, raised = None, None
+    try:
+        load = run_load(
+            target.endpoints,
+            planned.profile,
+            folder,
+            users=planned.users,
+            duration_s=planned.duration_s,
+            output_tokens=planned.output_tokens,
+            seed=window.seed,
+            max_model_len=max_model_len,
+            request_timeout_s=settings.request_timeout_s,
+            keep_text=settings.keep_text,
+            options={"nonce": window.nonce, **({"requests": planned.requests} if planned.requests else {}), **planned.options},
+        )
+    except (KvError, KeyboardInterrupt) as error:
+        raised = error
+    return _Pressed(load, began_wall_s, time.time(), raised)
+
+
+def measure_load(target: Target, settings: Settings, session: Path, window: Window, *, run_id: str, keep: Callable[[Run], Run]) -> Run:
+    """Measure one window of load and return its Run, as ``keep`` gives it back.
+
+    The Run is on disk, and ``keep`` was called, before anything is raised: LoadFailed when the load process broke, KeyboardInterrupt.
+    Raises CannotWrite when the disk is full, and what reading the server raises when it does not answer at all.
     """
-    folder = run_folder(session, Path(window.profile).stem)
+    planned = window.planned
+    folder = run_folder(session, planned.name)
     started_wall_s = time.time()
-    problems: list[str] = []
     if window.number == 0 or target.fresh:
         _warm_up(target, window.nonce)
     cache_state = "cold by a fresh start; prompts never sent before" if target.fresh else "prompts never sent before"
@@ -210,54 +246,104 @@ def measure_load(
         cache_state = _reset_cache(target)
     before, raw_before = _snapshots(target, settings.scrape_timeout_s)
     write_atomic(folder / "metrics-before.prom", raw_before)
-    hz = window.sample_hz or settings.sample_hz
-    sampler = Sampler(target.endpoints, folder, hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
-    if say:
-        say(f"{target.side + ': ' if target.side else ''}{Path(window.profile).stem} {window.number + 1}")
+    sampler = Sampler(target.endpoints, folder, window.sample_hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
     sampler.start()
-    failure: KvError | None = None
-    load = None
-    load_began = time.time()
     try:
-        load = run_load(
-            target.endpoints,
-            window.profile,
-            folder,
-            users=window.users,
-            duration_s=window.duration_s,
-            output_tokens=window.output_tokens,
-            seed=window.seed,
-            max_model_len=_max_model_len(before),
-            request_timeout_s=settings.request_timeout_s,
-            keep_text=settings.keep_text,
-            options={"nonce": window.nonce, **({"requests": window.requests} if window.requests else {}), **window.options},
-            stop=stop,
-        )
-        problems += load.problems
-    except LoadFailed as error:
-        failure = error
-        problems.append(error.what)
-    finally:
-        load_ended = time.time()
-        if load is not None and not (stop is not None and stop.is_set()):
+        pressed = _press(target, settings, folder, window, _max_model_len(before))
+        if pressed.raised is None:
             _drain(target, sampler)
+    finally:
         stats = sampler.stop()
+    load, problems = pressed.load, _cut_short(pressed.raised)
+    if load is not None:
+        problems += load.problems
     if stats.error:
         problems.append(stats.error)
+    after: list[SnapshotRecord] = []
     try:
         after, raw_after = _snapshots(target, settings.scrape_timeout_s)
         write_atomic(folder / "metrics-after.prom", raw_after)
     except KvError as error:
-        after = []
         problems.append(f"the server could not be read after the load: {error.what}")
+    run = _keep_run(
+        target,
+        settings,
+        folder,
+        before,
+        id=run_id,
+        profile=planned.name,
+        window=window.number,
+        started_wall_s=started_wall_s,
+        load_started_wall_s=pressed.began_wall_s,
+        load_ended_wall_s=pressed.ended_wall_s,
+        after=after,
+        seed=window.seed,
+        workload=load.workload if load is not None else "",
+        cache_state=cache_state,
+        sample_hz=window.sample_hz,
+        load_argv=list(load.argv) if load is not None else [],
+        load_exit=load.exit_code if load is not None else None,
+        options={
+            **planned.options,
+            "nonce": window.nonce,
+            "users": planned.users,
+            "duration_s": planned.duration_s,
+            "output_tokens": planned.output_tokens,
+            "requests": planned.requests,
+        },
+        problems=problems,
+    )
+    run = keep(run)
+    if pressed.raised is not None:
+        raise pressed.raised
+    return run
+
+
+def measure_quality(target: Target, settings: Settings, session: Path, items: Sequence[Item], *, run_id: str, keep: Callable[[Run], Run]) -> Run:
+    """Ask the quality items of the first endpoint and return their Run, as ``keep`` gives it back.
+
+    What was answered is on disk, and ``keep`` was called, before anything is raised: EndpointUnreachable, CannotWrite, KeyboardInterrupt.
+    """
+    folder = run_folder(session, "quality")
+    started_wall_s = time.time()
+    before, raw = _snapshots(target, settings.scrape_timeout_s)
+    write_atomic(folder / "metrics-before.prom", raw)
+    raised: BaseException | None = None
+    try:
+        ask_items(target.endpoints[0], items, folder / "quality.jsonl", keep_text=settings.keep_text, timeout_s=settings.request_timeout_s)
+    except (KvError, KeyboardInterrupt) as error:
+        raised = error
+    workload = hashlib.sha256("\n".join(f"{item.id}:{item.expect}" for item in items).encode()).hexdigest()[:16]
+    run = _keep_run(
+        target,
+        settings,
+        folder,
+        before,
+        id=run_id,
+        profile="quality",
+        started_wall_s=started_wall_s,
+        workload=workload,
+        problems=_cut_short(raised),
+    )
+    run = keep(run)
+    if raised is not None:
+        raise raised
+    return run
+
+
+def _cut_short(raised: BaseException | None) -> list[str]:
+    if raised is None:
+        return []
+    return [raised.what if isinstance(raised, KvError) else "interrupted before its end"]
+
+
+def _keep_run(target: Target, settings: Settings, folder: Path, before: Sequence[SnapshotRecord], **fields: Any) -> Run:
+    """Write run.json, with everything that is known of the side, and the server's log beside it; return the Run. Raises CannotWrite."""
     _keep_log(target, folder)
     first = before[0]
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
-        id=run_id,
-        profile=Path(window.profile).stem,
         side=target.side,
-        window=window.number,
         engine=first.engine,
         engine_version=first.version,
         embedded=target.embedded,
@@ -265,67 +351,16 @@ def measure_load(
         model=target.endpoints[0].model,
         endpoints=[endpoint.shown for endpoint in target.endpoints],
         launch_command=list(target.command),
-        started_wall_s=started_wall_s,
         ended_wall_s=time.time(),
-        load_started_wall_s=load_began,
-        load_ended_wall_s=load_ended,
         settings=shown_settings(settings),
         config=effective_config(before),
-        before=before,
-        after=after,
+        before=list(before),
         versions=version_facts(first.engine, first.version),
         machine=machine_facts(),
         provenance=dict(target.provenance),
-        seed=window.seed,
-        workload=load.workload if load is not None else "",
-        cache_state=cache_state,
-        sample_hz=hz,
-        load_argv=list(load.argv) if load is not None else [],
-        load_exit=load.exit_code if load is not None else None,
-        options={**window.options, "nonce": window.nonce, "users": window.users, "duration_s": window.duration_s, "requests": window.requests},
-        problems=problems,
+        **fields,
     )
-    run = write_run(folder, record)
-    if failure is not None:
-        raise failure
-    return run
-
-
-def measure_quality(target: Target, settings: Settings, session: Path, items: Sequence[Item], *, run_id: str) -> Run:
-    """Ask the quality items of each endpoint's first replica and return their Run. Raises CannotWrite and what the server raises."""
-    folder = run_folder(session, "quality")
-    started_wall_s = time.time()
-    before, raw = _snapshots(target, settings.scrape_timeout_s)
-    write_atomic(folder / "metrics-before.prom", raw)
-    ask_items(target.endpoints[0], items, folder / "quality.jsonl", keep_text=settings.keep_text, timeout_s=settings.request_timeout_s)
-    _keep_log(target, folder)
-    digest = hashlib.sha256("\n".join(f"{item.id}:{item.expect}" for item in items).encode()).hexdigest()[:16]
-    first = before[0]
-    return write_run(
-        folder,
-        RunRecord(
-            schema_version=SCHEMA_VERSION,
-            id=run_id,
-            profile="quality",
-            side=target.side,
-            engine=first.engine,
-            engine_version=first.version,
-            embedded=target.embedded,
-            owned=all(endpoint.owned for endpoint in target.endpoints),
-            model=target.endpoints[0].model,
-            endpoints=[endpoint.shown for endpoint in target.endpoints],
-            launch_command=list(target.command),
-            started_wall_s=started_wall_s,
-            ended_wall_s=time.time(),
-            settings=shown_settings(settings),
-            config=effective_config(before),
-            before=before,
-            versions=version_facts(first.engine, first.version),
-            machine=machine_facts(),
-            provenance=dict(target.provenance),
-            workload=digest,
-        ),
-    )
+    return write_run(folder, record)
 
 
 def _max_model_len(snapshots: Sequence[SnapshotRecord]) -> int | None:

@@ -10,11 +10,9 @@ import dataclasses
 import re
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from pytest_kvcache.errors import CannotWrite, KvError, UsageError
 from pytest_kvcache.judge.baseline import load_baseline, save_baseline
 from pytest_kvcache.judge.compare import Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import session_verdict
-from pytest_kvcache.measure import Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
+from pytest_kvcache.measure import Planned, Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
 from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quality.items import Item, read_items, standard_items
 from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, VerdictRecord
@@ -38,20 +36,8 @@ from pytest_kvcache.server.shown import shown_command
 from pytest_kvcache.settings import Settings
 
 EMBEDDED_DEFAULT = "llamacpp"
-EMBEDDED_WINDOW_S = 4.0
+EMBEDDED_WINDOW_S = 6.0
 WINDOW_S = 30.0
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One profile that a comparison measures on both sides."""
-
-    profile: str
-    users: int = 0
-    duration_s: float = 0.0
-    output_tokens: int = 0
-    requests: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def session_folder(settings: Settings, short_id: str = "") -> Path:
@@ -80,6 +66,7 @@ class Session:
         self.gates: list[GateRecord] = []
         self.deselected: list[str] = []
         self.notes: list[str] = []
+        self.problems: list[str] = []
         self.repeat: list[str] = []
         self.on_run: list[Callable[[Run], None]] = []
         self.on_gate: list[Callable[[GateRecord], None]] = []
@@ -95,7 +82,6 @@ class Session:
         self._before: list[Run] | None = None
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._analyses: dict[Path, Analysis] = {}
-        self.stop_load: threading.Event | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -125,6 +111,11 @@ class Session:
         """Whether this session holds anything worth a report."""
         return bool(self._runs or self.gates or self._before)
 
+    @property
+    def embedded(self) -> bool:
+        """Whether anything measured so far ran on an engine of ours."""
+        return any(run.record.embedded for run in (*self._runs.values(), *(self._before or ())))
+
     # -- the servers -----------------------------------------------------------------------------------------------
 
     @property
@@ -151,7 +142,7 @@ class Session:
         if settings.before:
             with ExitStack() as before:
                 target = self._side(settings.before, "before", before)
-                self._before = self._measure_plan(target)
+                self._measure_plan(target)
             return self._side(settings.after, "after", self._open)
         side = "after" if settings.baseline else ""
         if settings.endpoint:
@@ -225,11 +216,14 @@ class Session:
             raise UsageError("nothing to compare with", hint="--kv-baseline=NAME, or --kv-before=... --kv-after=...")
         wanted = {run.record.profile for run in before}
         for planned in self.plan:
-            if Path(planned.profile).stem in wanted:
+            if planned.name in wanted:
                 self.windows(planned)
         if "quality" in wanted and self.plan_quality:
             self.quality()
-        return compare([self.analysis(run) for run in before], [self.analysis(run) for run in self.runs()], self.settings)
+        comparison = compare(self.before_analyses(), self.after_analyses(), self.settings)
+        self.notes += [note for note in comparison.notes if note not in self.notes]
+        self.problems += [problem.text for problem in comparison.problems if problem.text not in self.problems]
+        return comparison
 
     def analysis(self, run: Run) -> Analysis:
         """Return the Analysis of a Run; made once."""
@@ -237,13 +231,13 @@ class Session:
             self._analyses[run.folder] = analyse(run)
         return self._analyses[run.folder]
 
-    def _measure_plan(self, target: Target) -> list[Run]:
-        runs: list[Run] = []
+    def _measure_plan(self, target: Target) -> None:
+        """Measure the side before the change: all that the plan names."""
         for planned in self.plan:
-            runs += [self._measure(target, planned, number, keep=False) for number in range(self.window_count(planned))]
+            for number in range(self.window_count(planned)):
+                self._measure(target, planned, number, keep=False)
         if self.plan_quality:
-            runs.append(self._quality(target, None, keep=False))
-        return runs
+            self._quality(target, None, keep=False)
 
     def _measure(self, target: Target, planned: Planned, number: int, *, keep: bool = True) -> Run:
         key = (
@@ -260,20 +254,24 @@ class Session:
         self._alive(target)
         settings = self.settings
         owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
-        window = Window(
-            profile=planned.profile,
+        filled = dataclasses.replace(
+            planned,
             users=planned.users or settings.users,
             duration_s=planned.duration_s or settings.duration_s or owned_window_s,
             output_tokens=planned.output_tokens or settings.output_tokens,
-            requests=planned.requests,
-            number=number,
-            seed=settings.seed + number,
-            nonce=f"{self._id}-{Path(planned.profile).stem}-{number}",
-            options=planned.options,
-            sample_hz=max(settings.sample_hz, 25.0) if planned.requests else 0.0,
         )
-        run = measure_load(target, settings, self.folder, window, run_id=self._next_id(), stop=self.stop_load, say=self._say)
-        return self._keep(run, key if keep else None)
+        window = Window(
+            filled,
+            number,
+            seed=settings.seed + number,
+            nonce=f"{self._id}-{planned.name}-{number}",
+            # a single request is over soon: its level is looked at more often
+            sample_hz=max(settings.sample_hz, 25.0) if planned.requests else settings.sample_hz,
+        )
+        self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, window {number + 1} of {self.window_count(planned)}")
+        return measure_load(
+            target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, target.side, key if keep else None)
+        )
 
     def _quality(self, target: Target, items: Sequence[Item] | None, *, keep: bool = True) -> Run:
         key = ("quality", tuple(item.id for item in items) if items is not None else ())
@@ -283,7 +281,9 @@ class Session:
         if items is None:
             items = self.standard_items(target)
         self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
-        return self._keep(measure_quality(target, self.settings, self.folder, items, run_id=self._next_id()), key if keep else None)
+        return measure_quality(
+            target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, target.side, key if keep else None)
+        )
 
     def standard_items(self, target: Target) -> list[Item]:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
@@ -291,9 +291,11 @@ class Session:
             return read_items(Path(self.settings.quality_items))
         return standard_items(target.endpoints[0])
 
-    def _keep(self, run: Run, key: tuple[Any, ...] | None) -> Run:
+    def _keep(self, run: Run, side: str, key: tuple[Any, ...] | None) -> Run:
         if key is not None:
             self._runs[key] = run
+        elif side == "before":
+            self._before = [*(self._before or []), run]
         for listener in self.on_run:
             listener(run)
         return run
@@ -364,13 +366,13 @@ def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analy
         engine=first.engine if first else "",
         engine_version=first.engine_version if first else "",
         model=first.model if first else "",
-        embedded=any(analysis.run.record.embedded for analysis in sides),
+        embedded=session.embedded,
         comparison=_comparison_text(settings),
         started_wall_s=session.started_wall_s,
         ended_wall_s=time.time(),
         gates=list(session.gates),
         config_diff=config_diff(before[0].run, after[0].run) if before and after else [],
-        problems=sorted({problem.text for analysis in sides for problem in analysis.problems}),
+        problems=list(dict.fromkeys([*session.problems, *(problem.text for analysis in sides for problem in analysis.problems)])),
         notes=[*session.notes, *notes],
         deselected=list(session.deselected),
         repeat=list(session.repeat),
