@@ -225,8 +225,7 @@ def _engine(arguments: argparse.Namespace) -> int:
     if arguments.action == "install":
         embedded.engine_install(arguments.engine_name, arguments.pip_arg, print)
     else:
-        embedded.engine_remove(arguments.engine_name)
-        print(f"removed {arguments.engine_name}")
+        print(embedded.engine_remove(arguments.engine_name))
     return 0
 
 

@@ -147,6 +147,8 @@ def command(port: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
     if "--kv-cache-memory-bytes" not in given:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(KV_SPACE_GIB)
+    if len(os.sched_getaffinity(0)) > 1:
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # one core is left to whoever presses and samples: a late client makes a Run INVALID
     if model is None or Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     env = {name: value for name, value in env.items() if not os.environ.get(name)}
