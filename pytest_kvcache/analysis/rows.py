@@ -97,8 +97,7 @@ def read_rows(lines: Iterable[LoadLine]) -> tuple[Rows, Frame]:
 
     columns = {name: array("d") for name in _COLUMNS}
     put = [column.append for column in columns.values()]
-    lane_of, outcome_of = array("H"), array("H")
-    endpoint_of = array("I")
+    lane_of, outcome_of, endpoint_of = array("q"), array("q"), array("q")
     lanes: dict[str, int] = {}
     outcomes: dict[str, int] = {}
     frame = Frame()
@@ -121,8 +120,8 @@ def read_rows(lines: Iterable[LoadLine]) -> tuple[Rows, Frame]:
             )
             for add, value in zip(put, values, strict=True):
                 add(value)
-            lane_of.append(lanes.setdefault(line.lane, min(len(lanes), 65535)))
-            outcome_of.append(outcomes.setdefault(line.outcome, min(len(outcomes), 65535)))
+            lane_of.append(lanes.setdefault(line.lane, len(lanes)))
+            outcome_of.append(outcomes.setdefault(line.outcome, len(outcomes)))
             endpoint_of.append(line.endpoint)
             frame.rows += 1
             if line.error and line.outcome not in frame.errors:

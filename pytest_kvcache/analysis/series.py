@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvcache.errors import CannotJudge
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 from pytest_kvcache.records import SnapshotRecord, TelemetryRow
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 GAUGES = ("usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens", "running", "waiting")
+MOST_ENDPOINTS = 4096
 COUNTERS = tuple(q.name for q in QUANTITIES.values() if q.kind == "counter")
 _WATCHED = (*GAUGES, *COUNTERS, "start_time", "pool_blocks", "pool_tokens", "usable_blocks", "max_model_len")
 
@@ -49,6 +51,10 @@ def read_series(rows: Iterable[TelemetryRow], endpoints: int, since_s: float, un
     errors: list[list[str]] = [[] for _ in samples]
     ranks: list[dict[str, list[float]]] = [{} for _ in samples]
     for row in rows:
+        if not 0 <= row.endpoint < MOST_ENDPOINTS:
+            raise CannotJudge(
+                f"telemetry of server number {row.endpoint}: there is no such server", hint="the file was changed after it was written; measure again"
+            )
         while row.endpoint >= len(samples):
             samples.append([])
             failed.append([])

@@ -115,7 +115,8 @@ def _windows(
         if amount in {"blocks", "tokens"}:
             ends = [float(math.floor(ends[0])), float(math.ceil(ends[1]))]
         least, most = (units.show(end, amount) + step for end in ends)
-        text += f": {f'at least {least}' if found.verdict == FAIL else f'at most {most}'} {direction} ({_SURE}), and {allowed} may be"
+        amount_text = f"at least {least}" if found.verdict == FAIL else f"at most {most}" if ends[1] > 0 else "not"
+        text += f": {amount_text} {direction} ({_SURE}), and {allowed} may be"
     if found.verdict == INCONCLUSIVE:
         text += f"; {_more(found, len(left), len(right))}"
     usage = beside(after[0]) if quantity.startswith("usage") else ""

@@ -66,7 +66,17 @@ def three_moments(analysis: Analysis) -> str:
     at_peak = (
         f"{show(peak) if isinstance(peak, Reading) else 'unknown usage'} with {show(low) if isinstance(low, Reading) else f'unknown {unit}'} free"
     )
-    return f"before {level(record.before)}, at the peak {at_peak}, after {level(record.after)}"
+    return f"before {level(record.before)}, at the peak {at_peak}{_missed(analysis)}, after {level(record.after)}"
+
+
+def _missed(analysis: Analysis) -> str:
+    """Return what our own log says of the peak where the polls saw less; empty where they saw it."""
+    payload = analysis.values.get("payload.peak")
+    used, size = analysis.values.get("used_blocks.peak"), analysis.values.get("block_size")
+    if not isinstance(payload, Reading) or not isinstance(used, Reading) or not isinstance(size, Reading) or not size.number():
+        return ""
+    held = math.ceil(payload.number() / size.number())
+    return f" (the polls missed it: by our own log {held:,} blocks were held)" if used.number() < held - 1 else ""
 
 
 def over_limit_refused(analyses: Sequence[Analysis]) -> GateRecord:

@@ -202,6 +202,12 @@ def test_a_near_max_request_tells_its_level_before_at_the_peak_and_after(made: A
     assert "after 0.0 % with 127 blocks free" in gate.text
 
 
+def test_a_peak_that_the_polls_missed_is_said(made: Any) -> None:
+    run = probe()
+    run.samples = [sample([], T0 - 0.3 + i / 10) for i in range(30)]
+    assert "by our own log 64 blocks were held" in gates.near_max_served([made(run)]).text
+
+
 def test_a_near_max_request_that_was_clamped_fails(made: Any) -> None:
     gate = gates.near_max_served([made(probe(outcome="clamped", completion_tokens=6, error="6 of 32 tokens"))])
     assert gate.verdict == FAIL
