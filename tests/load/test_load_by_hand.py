@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.contract import read_load, read_rows
 from pytest_kvcache.load.runner import profile_path
-from tests.scripted_server import ScriptedServer
 
 
 def words(profile: str, *more: str) -> list[str]:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.prepare import Answer, Prepared, choose_model, prepare
 from pytest_kvcache.load.prompts import CALIBRATED, ESTIMATED, IDS, TOKENIZE
 from pytest_kvcache.load.target import Target
-from tests.scripted_server import ScriptedServer
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

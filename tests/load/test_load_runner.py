@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import LoadFailed, UsageError
 from pytest_kvcache.load import contract
@@ -24,7 +26,6 @@ from pytest_kvcache.load.runner import LoadResult, command, environment, profile
 from pytest_kvcache.load.target import Handed, from_endpoint
 from pytest_kvcache.server.address import parse_endpoint
 from pytest_kvcache.settings import Settings
-from tests.scripted_server import ScriptedServer
 
 SHORT: dict[str, Any] = {"users": 2, "duration_s": 0.7, "output_tokens": 8}
 
@@ -333,9 +334,20 @@ def test_a_full_disk_fails_the_load_and_keeps_the_rows_so_far(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_server_that_goes_away_ends_the_load_instead_of_filling_the_file(tmp_path: Path) -> None:
-    with ScriptedServer(itl_s=0.002) as server:
-        threading.Timer(1.5, server.stop).start()
-        result = press(server, tmp_path, duration_s=120)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, str(Path(__file__).parent.parent / "scripted_server.py"), "--port", str(port), "--fault", "exit-after=4"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        endpoint = parse_endpoint(f"http://127.0.0.1:{port}", Settings())
+
+        def listens() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_for(listens)
+        result = run_load([endpoint], "normal", tmp_path, **{**SHORT, "duration_s": 120})
     load = read_load(result.rows_path)
     assert (load.reason, result.complete) == (contract.BY_SERVER, False)
+    assert outcomes(result)[contract.OK] > 0
     assert 10 <= outcomes(result)[contract.REFUSED_CONNECTION] < 300
