@@ -9,8 +9,8 @@ from pytest_kvcache import options, units
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import ValueRecord
 
-BEFORE = "llamacpp --kv-type f16 --ctx 16384 --slots 4"
-AFTER = "llamacpp --kv-type q4_0 --ctx 16384 --slots 4"
+BEFORE = "llamacpp --kv-type f16 --ctx 8192 --slots 4"
+AFTER = "llamacpp --kv-type q4_0 --ctx 8192 --slots 4"
 
 
 def run_demo(arguments: argparse.Namespace) -> int:

@@ -100,10 +100,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if "kv_session" not in getattr(item, "fixturenames", ()):
         return (yield)
     with state.recording(item) as judged:
+        result, mistake = None, ""
         try:
             result = yield
         except KvError as error:
-            pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+            mistake = f"{type(error).__name__}: {error}"
+        if mistake:  # outside of the handler: a user's mistake is one message, without the chain of exceptions
+            pytest.fail(mistake, pytrace=False)
     if judged and not any(gate.applicable for gate in judged):
         pytest.skip(f"not applicable: {judged[0].text}")
     return result
@@ -117,7 +120,8 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
     except KvError as error:
         if not fixturedef.argname.startswith("kv_"):
             raise
-        pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+        mistake = f"{type(error).__name__}: {error}"
+    pytest.fail(mistake, pytrace=False)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -79,6 +79,7 @@ class Session:
         self._target: Target | None = None
         self._servers: dict[int, LaunchedServer] = {}
         self._failure: KvError | None = None
+        self._items: list[Item] = []
         self._before: list[Run] | None = None
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._analyses: dict[Path, Analysis] = {}
@@ -136,7 +137,10 @@ class Session:
 
     def _open_all(self) -> Target:
         settings = self.settings
-        self.folder  # noqa: B018  an unwritable folder is found before a server is started
+        # An unwritable folder and a broken file of items are found before a server is started.
+        self.folder  # noqa: B018
+        if settings.quality_items:
+            self._items = read_items(Path(settings.quality_items))
         if settings.baseline:
             self.adopt(load_baseline(settings.baseline, Path(settings.reports)), "before")
         if settings.before:
@@ -287,8 +291,8 @@ class Session:
 
     def standard_items(self, target: Target) -> list[Item]:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
-        if self.settings.quality_items:
-            return read_items(Path(self.settings.quality_items))
+        if self._items:
+            return self._items
         return standard_items(target.endpoints[0])
 
     def _keep(self, run: Run, side: str, key: tuple[Any, ...] | None) -> Run:
