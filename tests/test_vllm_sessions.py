@@ -1,0 +1,54 @@
+"""Whole sessions on real vLLM, CPU build: the suite, and an fp8 KV cache that doubles the pool and costs nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+SUITE = [sys.executable, "-m", "pytest", "--pyargs", "pytest_kvcache.suite", "-m", "capacity", "-p", "no:cacheprovider"]
+SERVER = "vllm-cpu --max-model-len 4096 --block-size 32 --kv-cache-memory-bytes 33554432"
+
+
+def _verdict(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run the suite in ``folder`` and return its verdict.json and what it printed."""
+    result = subprocess.run([*SUITE, *arguments], cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    (session,) = (folder / "reports").iterdir()
+    return json.loads((session / "verdict.json").read_text()), result.stdout
+
+
+def test_the_suite_judges_a_real_vllm(tmp_path: Path) -> None:
+    verdict, printed = _verdict(tmp_path, f"--kv-launch={SERVER}", "--kv-users=3")
+    assert verdict["engine"] == "vllm"
+    assert verdict["engine_version"].startswith("0.")
+    gates = {(gate["name"], gate.get("lane", "")): gate for gate in verdict["gates"]}
+    assert {gate["verdict"] for gate in verdict["gates"]} <= {"PASS", "INVALID"}, printed
+    for name in (("near_max_served", "nearmax"), ("over_limit_refused", "overlimit"), ("quality", "")):
+        assert gates[name]["verdict"] == "PASS", printed
+    assert all(gate.get("applicable", True) for gate in verdict["gates"]), "vLLM can preempt and can reject"
+
+
+def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> None:
+    verdict, printed = _verdict(
+        tmp_path,
+        f"--kv-before={SERVER}",
+        f"--kv-after={SERVER} --kv-cache-dtype fp8",
+        "--kv-windows=2",
+        "--kv-users=3",
+        "-k",
+        "normal or quality or nothing_worse",
+    )
+    changed = {change["name"]: (change["before"], change["after"]) for change in verdict["config_diff"]}
+    assert changed["pool_blocks"] == ("1,024 blocks", "2,048 blocks"), printed
+    assert changed["kv_dtype"] == ("auto", "fp8")
+    gates = {gate["name"]: gate for gate in verdict["gates"]}
+    assert gates["quality_not_worse"]["verdict"] == "PASS", printed
+    assert gates["quality"]["verdict"] == "PASS", printed
+    assert gates["usage_not_worse"]["verdict"] != "FAIL", printed
+    assert gates["usage_not_worse"]["after"]["value"] < 0.75 * gates["usage_not_worse"]["before"]["value"]
