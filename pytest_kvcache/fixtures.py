@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +66,8 @@ class State:
         provenance: dict[str, str] = {}
         for facts in reversed(config.hook.pytest_kvcache_provenance(config=config)):
             provenance.update({str(key): str(value) for key, value in (facts or {}).items()})
-        session = Session(settings, folder=Path(folder) if folder else None, extra_dialects=dialects, provenance=provenance)
+        lease = functools.partial(_lease, settings) if worker is not None else contextlib.nullcontext
+        session = Session(settings, folder=Path(folder) if folder else None, extra_dialects=dialects, provenance=provenance, lease=lease)
         session.deselected = self.deselected
         session.repeat = [shown_argv("pytest", [str(word) for word in config.invocation_params.args])]
         session.on_run.append(lambda run: config.hook.pytest_kvcache_run_finished(config=config, run=run))
@@ -185,13 +188,15 @@ def state_of(config: pytest.Config) -> State:
 
 
 @contextmanager
-def _lease(config: pytest.Config) -> Iterator[None]:
-    """Hold one lock per endpoint in the machine's temporary folder while this xdist worker measures."""
+def _lease(settings: Settings) -> Iterator[None]:
+    """Hold one lock per endpoint in the machine's temporary folder while this xdist worker opens a server or measures.
+
+    It is never held for longer: a worker that waited for another's whole session would keep xdist from ending either.
+    """
     import fcntl
     import hashlib
     import tempfile
 
-    settings = config.stash[SETTINGS]
     name = "|".join(settings.endpoint) or settings.launch or settings.before or "embedded"
     path = Path(tempfile.gettempdir()) / f"pytest-kvcache-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
     file: IO[str]
@@ -209,17 +214,9 @@ def kv_settings(pytestconfig: pytest.Config) -> Settings:
 @pytest.fixture(scope="session")
 def kv_session(pytestconfig: pytest.Config) -> Generator[Session, None, None]:
     """The measuring session: servers, Runs, gates and the session's folder. The other fixtures stand on it."""
-    state = state_of(pytestconfig)
-    leased = _lease(pytestconfig) if hasattr(pytestconfig, "workerinput") and pytestconfig.stash[SETTINGS].xdist == "lease" else None
-    if leased is not None:
-        leased.__enter__()
-    try:
-        session = state.make_session()
-        yield session
-        session.close()
-    finally:
-        if leased is not None:
-            leased.__exit__(None, None, None)
+    session = state_of(pytestconfig).make_session()
+    yield session
+    session.close()
 
 
 @pytest.fixture(scope="session")

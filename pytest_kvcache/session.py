@@ -12,7 +12,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Session:
         extra_dialects: Sequence[Dialect] = (),
         provenance: Mapping[str, str] | None = None,
         say: Callable[[str], None] | None = None,
+        lease: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.settings = settings
         self.started_wall_s = time.time()
@@ -71,6 +72,7 @@ class Session:
         self.on_run: list[Callable[[Run], None]] = []
         self.on_gate: list[Callable[[GateRecord], None]] = []
         self._say = say or (lambda _: None)
+        self._lease = lease
         self._extra_dialects = tuple(extra_dialects)
         self._provenance = dict(provenance or {})
         self._folder = folder
@@ -129,7 +131,8 @@ class Session:
             raise self._failure
         if self._target is None:
             try:
-                self._target = self._open_all()
+                with self._lease():
+                    self._target = self._open_all()
             except KvError as error:
                 self._failure = error
                 raise
@@ -188,7 +191,9 @@ class Session:
 
     def load(self, planned: Planned, *, number: int = 0) -> Run:
         """Return the Run of one window of ``planned``; the same window is measured once a session."""
-        return self._measure(self.target, planned, number)
+        target = self.target
+        with self._lease():
+            return self._measure(target, planned, number)
 
     def windows(self, planned: Planned) -> list[Run]:
         """Return the windows of ``planned``: ``settings.windows`` of them where something is compared or saved, else one."""
@@ -201,13 +206,9 @@ class Session:
 
     def quality(self, items: Sequence[Item] | None = None) -> Run:
         """Return the quality Run of the judged side; asked once a session unless other items are given."""
-        return self._quality(self.target, items)
-
-    def before_runs(self) -> list[Run]:
-        """Return the Runs of the side before the change; empty where nothing is compared."""
-        if self.settings.before or self.settings.baseline:
-            self.target  # noqa: B018  measures or loads them
-        return list(self._before or [])
+        target = self.target
+        with self._lease():
+            return self._quality(target, items)
 
     def runs(self) -> list[Run]:
         """Return the Runs measured on the judged side so far, in order."""
@@ -215,10 +216,10 @@ class Session:
 
     def compare(self) -> Comparison:
         """Judge the change on everything measured on both sides. Raises UsageError where nothing was named to compare with."""
-        before = self.before_runs()
-        if not before:
+        if not (self.settings.before or self.settings.baseline):
             raise UsageError("nothing to compare with", hint="--kv-baseline=NAME, or --kv-before=... --kv-after=...")
-        wanted = {run.record.profile for run in before}
+        self.target  # noqa: B018  measures or loads the side before
+        wanted = {run.record.profile for run in self._before or ()}
         for planned in self.plan:
             if planned.name in wanted:
                 self.windows(planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -139,3 +140,17 @@ def test_probe_prints_the_three_numbers(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "free" in result.stdout
     assert "running" in result.stdout
+
+
+def test_under_xdist_a_lease_lets_one_worker_at_a_time_measure_and_one_report_tells_all(tmp_path: Path) -> None:
+    result = _run(tmp_path, "-n", "2", "--kv-xdist=lease", "-k", "normal and (usage or free)")
+    verdict = _verdict(tmp_path)
+    assert {gate["name"] for gate in verdict["gates"]} == {"peak_usage", "free_space"}, result.stdout
+    assert {gate["verdict"] for gate in verdict["gates"]} == {"PASS"}, result.stdout
+    spans = sorted(
+        (record["load_started_wall_s"], record["load_ended_wall_s"])
+        for path in _session(tmp_path).glob("runs/*/run.json")
+        if (record := json.loads(path.read_text()))
+    )
+    assert spans
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans)), "two loads at once spoil both"

@@ -262,7 +262,7 @@ def test_a_launch_command_is_told_from_an_engine_of_ours() -> None:
     assert embedded_command([], 8000) is None
     found = embedded_command(["llamacpp", "--kv-type", "q4_0"], 8000)
     assert found is not None
-    assert found[0][1:] == ["-m", "pytest_kvcache.server.embedded.llamacpp", "--port", "8000", "--kv-type", "q4_0"]
+    assert found[0][-6:] == ["-m", "pytest_kvcache.server.embedded.llamacpp", "--port", "8000", "--kv-type", "q4_0"]
     assert embedded_command(["llamacpp", "--port", "8000"], 8000) is not None
     with pytest.raises(UsageError, match="8001 is not the port"):
         embedded_command(["llamacpp", "--port", "8001"], 8000)

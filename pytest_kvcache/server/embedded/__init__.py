@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,16 @@ def embedded_command(words: list[str], port: int) -> tuple[list[str], dict[str, 
     if name == VLLM_CPU:
         from pytest_kvcache.server.embedded import vllm_cpu
 
-        return vllm_cpu.command(port, options)
-    return _llamacpp_command(options, port)
+        argv, env = vllm_cpu.command(port, options)
+    else:
+        argv, env = _llamacpp_command(options, port)
+    return [*_yielding(), *argv], env
+
+
+def _yielding() -> list[str]:
+    """Return the words that let an engine yield the CPU to the load and the sampler beside it: a late client makes a Run INVALID."""
+    nice = shutil.which("nice")
+    return [nice, "-n", "10"] if nice else []
 
 
 def _llamacpp_command(options: Sequence[str], port: int) -> tuple[list[str], dict[str, str]]:
