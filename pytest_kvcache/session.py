@@ -21,7 +21,7 @@ import msgspec
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.engines import Dialect
 from pytest_kvcache.errors import CannotWrite, KvError, UsageError
-from pytest_kvcache.judge.baseline import load_baseline, save_baseline
+from pytest_kvcache.judge.baseline import check_name, load_baseline, save_baseline
 from pytest_kvcache.judge.compare import Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import session_verdict
 from pytest_kvcache.measure import Planned, Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
@@ -140,7 +140,9 @@ class Session:
 
     def _open_all(self) -> Target:
         settings = self.settings
-        # An unwritable folder and a broken file of items are found before a server is started.
+        # A name that cannot be saved, an unwritable folder and a broken file of items are found before a server is started.
+        if settings.save:
+            check_name(settings.save)
         self.folder  # noqa: B018
         if settings.quality_items:
             self._items = read_items(Path(settings.quality_items))

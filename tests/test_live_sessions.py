@@ -21,8 +21,8 @@ SUITE = [sys.executable, "-m", "pytest", "--pyargs", "pytest_kvcache.suite", "-m
 SHORT = ["--kv-duration-s=2", "--kv-users=3", "--kv-windows=2"]
 
 
-def _run(folder: Path, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SUITE, *SHORT, *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
+def _run(folder: Path, *arguments: str, short: bool = True, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SUITE, *(SHORT if short else ()), *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def _session(folder: Path) -> Path:
@@ -51,7 +51,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path: Path) -> None:
-    result = _run(tmp_path)
+    result = _run(tmp_path, short=False)
     assert result.returncode == 0, result.stdout
     verdict = _verdict(tmp_path)
     assert verdict["verdict"] == "PASS"
