@@ -38,6 +38,7 @@ class State:
         self.on_open: Callable[[], None] = lambda: None
         self.deselected: list[str] = []
         self.finish_error = ""
+        self.told_failure = False
         self.gates_of: dict[str, list[GateRecord]] = {}
         self.worker_folder = ""
         self.worker_gates: list[GateRecord] = []
@@ -117,6 +118,10 @@ class State:
         session = self.session
         if session is None:
             return
+        if session.failure is not None:  # no server: said once, not for every test that wanted one
+            if self.told_failure:
+                return
+            self.told_failure = True
         from pytest_kvcache.records import GateRecord
 
         text = str(error).strip().splitlines()[0][:500] if error is not None and str(error).strip() else f"failed in {report.when}"

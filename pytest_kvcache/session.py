@@ -80,7 +80,7 @@ class Session:
         self._open = ExitStack()
         self._target: Target | None = None
         self._servers: dict[int, LaunchedServer] = {}
-        self._failure: KvError | None = None
+        self.failure: KvError | None = None
         self._items: list[Item] = []
         self._before: list[Run] | None = None
         self._runs: dict[tuple[Any, ...], Run] = {}
@@ -125,16 +125,16 @@ class Session:
     def target(self) -> Target:
         """The side that is judged, ready. Attaches, or launches, or starts the embedded engine, at the first use.
 
-        Raises what endpoint, launch and detection raise; the same error again at each later use, without another try.
+        Raises what endpoint, launch and detection raise; at each later use the same kind of error in short, without another try.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise type(self.failure)(f"not measured, because there is no server: {self.failure.what.splitlines()[0]}")
         if self._target is None:
             try:
                 with self._lease():
                     self._target = self._open_all()
             except KvError as error:
-                self._failure = error
+                self.failure = error
                 raise
         return self._target
 
@@ -356,7 +356,7 @@ class Session:
         """Stop every server that this session started. Attached servers are left as they are."""
         self._open.close()
         self._target = None
-        self._failure = self._failure or UsageError("the session is closed")
+        self.failure = self.failure or UsageError("the session is closed")
 
 
 def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analysis]) -> VerdictRecord:
