@@ -86,6 +86,17 @@ def test_what_an_idle_slot_keeps_is_free_for_the_next_request() -> None:
     assert (number(values, "used_tokens"), number(values, "running"), number(values, "usage")) == (0, 0, 0)
 
 
+def test_a_slot_that_has_not_begun_its_prompt_does_not_count_the_tokens_of_the_request_before() -> None:
+    # as a running server told it: the task is given, nothing of it is in the cache, and n_prompt_tokens is of the task before
+    given = {**slot(0, 8192, 1475, busy=True), "n_prompt_tokens_processed": 0, "n_prompt_tokens_cache": 0, "next_token": [{"n_decoded": 0}]}
+    begun = {**slot(1, 8192, 666, busy=True), "n_prompt_tokens_processed": 301, "n_prompt_tokens_cache": 0, "next_token": [{"n_decoded": 365}]}
+    reused = {**slot(2, 8192, 500, busy=True), "n_prompt_tokens_processed": 100, "n_prompt_tokens_cache": 390, "next_token": [{"n_decoded": 10}]}
+    assert number(values_of([given, begun, reused], UNIFIED), "used_tokens") == 666 + 500
+    # the token that was drawn last is not in the cache yet
+    newest = {**begun, "next_token": [{"n_decoded": 366}]}
+    assert number(values_of([newest], UNIFIED), "used_tokens") == 666
+
+
 def test_fresh_slots_that_name_no_tokens_hold_none() -> None:
     values = values_of(json.loads((DATA / "llamacpp" / "slots-fresh-split.json").read_text()), SPLIT)
     assert (number(values, "used_tokens"), number(values, "free_tokens")) == (0, number(values, "pool_tokens"))
