@@ -70,6 +70,7 @@ class Facts:
     lengths_known: int = 0
     worst_length: str = ""
     outside_s: float = 0.0
+    pool_full: int = 0
 
 
 def problems(facts: Facts, limits: Limits | None = None) -> list[Problem]:

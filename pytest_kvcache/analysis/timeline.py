@@ -14,6 +14,7 @@ from pytest_kvcache.analysis.rows import Rows, read_rows
 from pytest_kvcache.analysis.series import Series, read_series
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
 from pytest_kvcache.conditions import KNOWN, Limit
+from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quality.graders import summarise
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import QualitySummary, TelemetryRow
@@ -92,7 +93,8 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     values = config_values(record)
     values["quality.pass_rate"], values["quality.items"] = _quality_values(quality)
     values.update(idle_values(record))
-    rows, frame = read_rows(run.load_lines())
+    dialect = DIALECTS.get(record.engine)
+    rows, frame = read_rows(run.load_lines(), dialect.full_errors if dialect is not None else ())
     if not record.load_started_wall_s and not len(rows):
         no_load = Missing("no load was run")
         values.update({name: no_load for name in KNOWN if name not in values})

@@ -154,6 +154,7 @@ class Dialect:
     pool; ``idle_cached_is_free`` says whether KV that is cached and not referenced counts as free; ``gauge_scale`` is what a full
     pool reads on its usage gauge. Series with different values of ``rank_label`` are engine ranks behind one front end;
     ``server_labels`` tell servers apart where one exposition holds several. ``remarks`` says what a reader should know of a state.
+    ``full_errors`` are words of the engine's errors that a request gets only when the pool is full.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Dialect:
     server_labels: tuple[str, ...] = ()
     model_label: str = ""
     extra_series: tuple[str, ...] = ()
+    full_errors: tuple[str, ...] = ()
     remarks: Callable[[View], list[str]] | None = None
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ _METRICS = "needs the server's --metrics flag"
 _PROMPT = "llamacpp:prompt_tokens_total"
 _CACHED = "llamacpp:prompt_tokens_cached_total"
 _SIX_DIGITS = 1e6
-_HELD = "sum over processing /slots of n_prompt_tokens, at most what its own task brought (n_prompt_tokens_cache + _processed + n_decoded)"
+_HELD = "sum over processing /slots of n_prompt_tokens, at most what its own task stored (n_prompt_tokens_cache + _processed + n_decoded - 1)"
 
 
 def _slots(view: View) -> list[dict[str, Any]] | Missing:
@@ -70,18 +70,19 @@ def _held(slot: Mapping[str, Any]) -> int | None:
     """Tokens that a slot holds for the request it serves now; 0 for an idle slot, None where this build does not tell.
 
     A slot that has just been given a request still counts the tokens of its last one, until the prompt's first batch is its turn: those
-    are as free as those of an idle slot. What its own task brought (reused prefix, prompt, output) bounds them.
+    are as free as those of an idle slot. What its own task stored bounds them: reused prefix, prompt, and output without the token drawn
+    last, which n_prompt_tokens may count and the cache does not hold (seen: 2,049 tokens by n_prompt_tokens in a full pool of 2,048).
     """
     if slot.get("is_processing") is not True:
         return 0
     tokens = _whole_number(slot.get("n_prompt_tokens"))
     following = slot.get("next_token")
     following = following[0] if isinstance(following, list) and following else following
-    decoded = following.get("n_decoded") if isinstance(following, dict) else None
-    brought = [_whole_number(n) for n in (slot.get("n_prompt_tokens_cache"), slot.get("n_prompt_tokens_processed"), decoded)]
-    if tokens is None or None in brought:
+    drawn = _whole_number(following.get("n_decoded")) if isinstance(following, dict) else None
+    reused, prompt = (_whole_number(slot.get(f"n_prompt_tokens_{part}")) for part in ("cache", "processed"))
+    if tokens is None or reused is None or prompt is None or drawn is None:
         return tokens
-    return min(tokens, sum(n for n in brought if n is not None))
+    return min(tokens, reused + prompt + max(drawn - 1, 0))
 
 
 def _used_tokens(view: View) -> Value:
@@ -172,6 +173,7 @@ DIALECT = Dialect(
     counts="tokens",
     # A slot keeps the tokens of its last request, and the next request takes them over: they hold nobody up.
     idle_cached_is_free=True,
+    full_errors=("Context size has been exceeded",),
     json_paths=(
         JsonPath("/slots", per_sample=True, sign=("id", "n_ctx", "is_processing")),
         JsonPath("/props", sign=("default_generation_settings", "total_slots")),

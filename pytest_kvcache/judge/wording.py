@@ -37,7 +37,8 @@ def beside(analysis: Analysis) -> str:
     free = first("free_blocks.min", "free_tokens.min")
     running = first("running.at_peak", "running.peak")
     length = first("mean_length.at_peak")
-    return f"pool {show(pool)}{of}; at least {_low(free)} free; {show(running)} running at the peak, mean length {show(length)}"
+    polled = "; polled, so the true peak is at least this" if analysis.run.record.sample_hz > 0 else ""
+    return f"pool {show(pool)}{of}; {_low(free)} free at the tightest; {show(running)} running at the peak, mean length {show(length)}{polled}"
 
 
 def _low(free: Value) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from pytest_kvcache import units
 from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
+from pytest_kvcache.judge import wording
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, ValueRecord, VerdictRecord
 from pytest_kvcache.report.escape import clip, plain
@@ -263,11 +264,7 @@ def _say(analysis: Analysis, words: str, *names: str) -> str | None:
 
 def three_numbers(analysis: Analysis) -> str:
     """Return what stands beside a usage ratio: pool size, free blocks or tokens, running requests and their mean length."""
-    pool = _say(analysis, "pool {}", "pool_tokens", "pool_blocks") or "pool size not told"
-    free = _say(analysis, "{} free at the tightest", "free_blocks.min", "free_tokens.min") or "free space not told"
-    running = _say(analysis, "{} running", "running.at_peak", "running.peak") or "running not told"
-    mean = _say(analysis, "mean length {}", "mean_length.at_peak") or "mean length not known"
-    return f"{pool}; {free}; {running}, {mean}"
+    return plain(wording.beside(analysis))
 
 
 def idle_numbers(analysis: Analysis) -> str:

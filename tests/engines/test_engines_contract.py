@@ -156,7 +156,7 @@ CASES = [
         {"/slots": "llamacpp/slots-busy-unified.json", "/props": "llamacpp/props-unified.json", "/v1/models": "llamacpp/models-unified.json"},
         {"pool_tokens": fact(16384), "pool_bytes": fact(16 << 20, "bytes"), "kv_dtype": fact("f16", "")},
         right={
-            "pool_tokens": 16384, "used_tokens": 4468, "free_tokens": 11916, "usage": 4468 / 16384, "running": 4, "waiting": 2,
+            "pool_tokens": 16384, "used_tokens": 4464, "free_tokens": 11920, "usage": 4464 / 16384, "running": 4, "waiting": 2,
             "max_model_len": 16384, "max_num_seqs": 4, "kv_dtype": "f16", "pool_bytes": 16 << 20,
         },
         never=_LLAMA_NEVER,
@@ -175,7 +175,7 @@ CASES = [
         "exposition/llamacpp/b11434.prom",
         {"/slots": "exposition/llamacpp/b11434-slots-unified.json", "/v1/models": "exposition/llamacpp/b11434-v1_models.json"},
         {"pool_tokens": fact(8192)},
-        right={"pool_tokens": 8192, "used_tokens": 3208, "free_tokens": 4984, "running": 2, "waiting": 1, "prompt_tokens": 1234570,
+        right={"pool_tokens": 8192, "used_tokens": 3206, "free_tokens": 4986, "running": 2, "waiting": 1, "prompt_tokens": 1234570,
                "prefix_hits": 43210, "prefix_queries": 1277780, "generation_tokens": 98765},
         never=_LLAMA_NEVER,
     ),
@@ -184,7 +184,7 @@ CASES = [
         "b11434, split, without --metrics",
         bodies={"/slots": "exposition/llamacpp/b11434-slots-split.json"},
         log={"pool_tokens": fact(8192)},
-        right={"pool_tokens": 8192, "used_tokens": 1148, "free_tokens": 7044, "running": 1, "max_model_len": 2048, "max_num_seqs": 4},
+        right={"pool_tokens": 8192, "used_tokens": 1147, "free_tokens": 7045, "running": 1, "max_model_len": 2048, "max_num_seqs": 4},
         never=_LLAMA_NEVER,
     ),
 ]  # fmt: skip

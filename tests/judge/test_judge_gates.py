@@ -45,7 +45,13 @@ def test_peak_usage_passes_and_fails_at_its_bound(made: Any) -> None:
 
 def test_a_usage_ratio_is_never_alone(made: Any) -> None:
     gate = gates.peak_usage([made()], 0.9)
-    for words in ("pool 127 blocks of 16 tokens", "at least 109 blocks free", "2 requests running", "mean length"):
+    for words in (
+        "pool 127 blocks of 16 tokens",
+        "109 blocks free at the tightest",
+        "the true peak is at least this",
+        "2 requests running",
+        "mean length",
+    ):
         assert words in gate.beside
         assert words in gate.text
 
@@ -71,6 +77,30 @@ def test_a_peak_that_polls_missed_and_our_own_log_shows_does_not_pass(made: Any)
     gate = gates.peak_usage([made(rows=rows, samples=samples)], 0.8)
     assert gate.verdict == INCONCLUSIVE
     assert "our request log" in gate.text
+
+
+def test_space_that_polls_saw_free_and_our_own_log_shows_taken_does_not_pass(made: Any) -> None:
+    rows = closed_loop(users=8, prompt=220, output=20)
+    samples = [sample([], T0 - 0.3 + i / 10, usage=0.1, used_blocks=12.0, free_blocks=115.0, running=8.0) for i in range(48)]
+    hollow, calm = made(rows=rows, samples=samples), made(samples=unpolled(usage=0.3, used_blocks=38.0, free_blocks=89.0))
+    gate = gates.free_space([hollow], 64)
+    assert gate.verdict == INCONCLUSIVE
+    assert "our request log leaves" in gate.text
+    # the window that polls saw fullest is not the one that our log shows fullest
+    for gate in (gates.free_space([calm, hollow], 64), gates.peak_usage([calm, hollow], 0.8)):
+        assert (gate.verdict, gate.evidence) == (INCONCLUSIVE, hollow.run.folder.parent.name + "/" + hollow.run.folder.name)
+    assert gates.free_space([calm], 64).verdict == PASS
+
+
+def test_an_error_that_only_a_full_pool_gives_proves_it_whatever_was_polled(made: Any) -> None:
+    rows = [*closed_loop(), refused(90, 1.0, "error_in_stream", "in the stream: Context size has been exceeded.")]
+    fields: dict[str, Any] = {"rows": rows, "samples": unpolled(usage=0.2, used_blocks=25.0, free_blocks=102.0)}
+    analysis = made(**fields, record={"engine": "llamacpp"})
+    usage, free = gates.peak_usage([analysis], 0.95), gates.free_space([analysis], 1)
+    assert usage.verdict == free.verdict == FAIL
+    assert "1 request that failed for want of free space proves" in usage.text
+    # the words are llama.cpp's: elsewhere they prove nothing
+    assert gates.peak_usage([made(**fields)], 0.95).verdict == PASS
 
 
 @pytest.mark.parametrize("judge", [lambda a: gates.peak_usage(a, 0.9), lambda a: gates.free_space(a, 1)])
