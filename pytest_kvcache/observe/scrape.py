@@ -16,6 +16,7 @@ from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import Missing, Value
 from pytest_kvcache.records import SnapshotRecord
 from pytest_kvcache.server.address import Endpoint
+from pytest_kvcache.server.redaction import hide_known
 from pytest_kvcache.server.startlog import read_facts
 from pytest_kvcache.server.transport import Answer, ask, error_text
 
@@ -196,14 +197,14 @@ def detect_endpoint(endpoint: Endpoint, engine: str = "auto", extra: Sequence[Di
 def take_snapshot_raw(
     endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0
 ) -> tuple[SnapshotRecord, str]:
-    """Return one snapshot of a server, and the text of its /metrics as it came ("" where there was none).
+    """Return one snapshot of a server, and the text of its /metrics without our secrets ("" where there was none).
 
     Quantities that could not be read are Missing with the reason. Raises EndpointUnreachable where nobody answers, UnknownEngine where
     no dialect is given and none reads what is there.
     """
     wall_s = time.time()
     raw = fetch(endpoint, dialect, log=log, timeout_s=timeout_s)
-    return read(dialect if dialect is not None else detect(raw), raw, wall_s, endpoint.shown), raw.text
+    return read(dialect if dialect is not None else detect(raw), raw, wall_s, endpoint.shown), hide_known(raw.text)
 
 
 def take_snapshot(endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0) -> SnapshotRecord:

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
+from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
 import httpx
 
 from pytest_kvcache.errors import UsageError
-from pytest_kvcache.server.redaction import HIDDEN
+from pytest_kvcache.server.redaction import HIDDEN, header_secrets, remember
 from pytest_kvcache.settings import Settings
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -129,6 +129,7 @@ def read_key(name: str, flag: str) -> str:
         raise UsageError(f"{flag}: the environment variable {name} {state}", hint=f"export {name}=... before the run, or leave {flag} out")
     if not (key.isascii() and key.isprintable()):
         raise UsageError(f"{flag}: the value of {name} holds characters that no HTTP header can carry", hint="check how the variable was filled")
+    remember([key])
     return key
 
 
@@ -234,7 +235,9 @@ def _split(url: str) -> tuple[str, str]:
     if "@" not in parts.netloc:
         return root, ""
     user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    return root, base64.b64encode(unquote_to_bytes(user) + b":" + unquote_to_bytes(password)).decode("ascii")
+    basic_auth = base64.b64encode(unquote_to_bytes(user) + b":" + unquote_to_bytes(password)).decode("ascii")
+    remember([password, *header_secrets({"Authorization": f"Basic {basic_auth}"})])
+    return root, basic_auth
 
 
 def _proxy(url: str) -> str:
@@ -243,7 +246,8 @@ def _proxy(url: str) -> str:
     if not url:
         return ""
     try:
-        _authority(url, ("http", "https"))
+        parts, _ = _authority(url, ("http", "https"))
+        remember([parts.password or "", unquote(parts.password or "")])
         httpx.Proxy(url)
     except UsageError as error:
         raise UsageError(f"--kv-proxy: {error.what}", where=error.where, hint=error.hint) from None
@@ -268,6 +272,7 @@ def _headers(lines: Sequence[str]) -> dict[str, str]:
         if name.lower() in {known.lower() for known in headers}:
             raise UsageError(f"--kv-header: {name} is given twice", hint="give its values as one, with commas")
         headers[name] = value
+    remember(header_secrets(headers))
     return headers
 
 
