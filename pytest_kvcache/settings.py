@@ -16,6 +16,7 @@ from typing import Any
 from pytest_kvcache.errors import UsageError
 
 ENV_PREFIX = "PYTEST_KVCACHE_"
+MOST_SAMPLES_A_SECOND = 1000.0
 
 
 def _opt(default: Any, help: str, *, group: str, parse: str = "", choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -171,6 +172,10 @@ def _check(settings: Settings) -> None:
     for name in ("windows", "sample_hz", "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s"):
         if not getattr(settings, name) > 0:
             raise UsageError(f"{flag(name)} must be above zero")
+    if settings.sample_hz > MOST_SAMPLES_A_SECOND:
+        raise UsageError(f"--kv-sample-hz can be at most {MOST_SAMPLES_A_SECOND:g}", hint="10 suits most servers; a read takes milliseconds")
+    if not 0 <= settings.ttft_margin < float("inf"):
+        raise UsageError("--kv-ttft-margin is a share from 0 on", hint="0.25 lets the median time to first token grow by a quarter")
     for name in ("max_usage", "quality_min", "quality_margin", "usage_margin", "throughput_margin"):
         if not 0 <= getattr(settings, name) <= 1:
             raise UsageError(f"{flag(name)} is a share from 0 to 1", hint="0.9 means 90 %")
