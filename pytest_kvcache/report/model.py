@@ -280,8 +280,8 @@ def beside(view: SessionView, gate: GateRecord) -> str:
     """
     if not is_usage(gate):
         return plain(gate.beside) if gate.verdict != "PASS" or gate.bound is None else ""
-    own = plain(gate.beside) or _of_lane(view, gate, gate.side or "after")
-    if gate.before is None:
+    own = plain(gate.beside, 1000) or _of_lane(view, gate, gate.side or "after")
+    if gate.before is None or own.startswith("before: "):
         return own
     return f"before: {_of_lane(view, gate, 'before')}; after: {own}"
 

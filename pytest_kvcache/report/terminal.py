@@ -107,7 +107,7 @@ def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
     texts = [text] if (text := beside(view, gate)) else []
     if gate.verdict != "PASS" and gate.value is not None and (interval := show_interval(gate)):
         texts.append(f"interval {interval}")
-    return [line for text in texts for line in textwrap.wrap(clip(text, 3 * width), max(width, 20))]
+    return [line for text in texts for line in textwrap.wrap(clip(text, 6 * width), max(width, 20))]
 
 
 def _row(gate: GateRecord, compared: bool, narrow: bool) -> list[str]:
