@@ -300,7 +300,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
 
 
 def measure_quality(target: Target, settings: Settings, session: Path, items: Sequence[Item], *, run_id: str, keep: Callable[[Run], Run]) -> Run:
-    """Ask the quality items of the first endpoint and return their Run, as ``keep`` gives it back.
+    """Ask the quality items and return their Run, as ``keep`` gives it back. Replicas share the items in turn, always in the same way.
 
     What was answered is on disk, and ``keep`` was called, before anything is raised: EndpointUnreachable, CannotWrite, KeyboardInterrupt.
     """
@@ -310,7 +310,16 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
     write_atomic(folder / "metrics-before.prom", raw)
     raised: BaseException | None = None
     try:
-        ask_items(target.endpoints[0], items, folder / "quality.jsonl", keep_text=settings.keep_text, timeout_s=settings.request_timeout_s)
+        for replica, endpoint in enumerate(target.endpoints):
+            ask_items(
+                endpoint,
+                items[replica :: len(target.endpoints)],
+                folder / "quality.jsonl",
+                keep_text=settings.keep_text,
+                timeout_s=settings.request_timeout_s,
+                replica=replica,
+                append=replica > 0,
+            )
     except (KvError, KeyboardInterrupt) as error:
         raised = error
     workload = hashlib.sha256("\n".join(f"{item.id}:{item.expect}" for item in items).encode()).hexdigest()[:16]

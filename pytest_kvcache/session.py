@@ -261,9 +261,11 @@ class Session:
         self._alive(target)
         settings = self.settings
         owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
+        replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
         filled = dataclasses.replace(
             planned,
-            users=planned.users or settings.users,
+            users=(planned.users or settings.users) * replicas,
+            requests=planned.requests * replicas,
             duration_s=planned.duration_s or settings.duration_s or owned_window_s,
             output_tokens=planned.output_tokens or settings.output_tokens,
         )
