@@ -105,7 +105,7 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     load = payload(rows)
     seen = levels(record, series, window, load)
     values.update(seen.values)
-    until_s = _measured_until(run, rows, window)
+    until_s = _measured_until(run, window)
     values.update(request_values(rows, rows.endpoint >= 0, window.since_s, until_s))
     lanes = {name: request_values(rows, rows.lane_is(name), window.since_s, until_s) for name in rows.lanes}
     facts = gather(record, rows, frame, series, window, seen, load, values["ttft_sent.p50"])
@@ -132,7 +132,7 @@ def _window(run: Run, rows: Rows) -> Window:
     return Window(record.load_started_wall_s, record.load_ended_wall_s, record.sample_hz)
 
 
-def _measured_until(run: Run, rows: Rows, window: Window) -> float:
+def _measured_until(run: Run, window: Window) -> float:
     """Return where throughput stops counting: at the planned end, so that one straggler does not stretch the window."""
     planned = run.record.options.get("duration_s") or 0.0
     if not isinstance(planned, (int, float)) or planned <= 0 or run.record.options.get("requests"):
