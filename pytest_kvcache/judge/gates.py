@@ -148,7 +148,9 @@ def free_space(analyses: Sequence[Analysis], min: float) -> GateRecord:
     """
     name = "free_space"
     by_unit = {unit: readings(analyses, f"free_{unit}.tightest") for unit in ("blocks", "tokens")}
-    unit = next((unit for unit, found in by_unit.items() if not isinstance(found, Missing)), "blocks")
+    unit = next((unit for unit, found in by_unit.items() if not isinstance(found, Missing)), "")
+    # told in neither unit: the reason that counts is that of the unit which the engine has
+    unit = unit or next((unit for unit, found in by_unit.items() if isinstance(found, Missing) and not found.cannot_happen), "blocks")
     found, quantity = by_unit[unit], f"free_{unit}.min"
     limit = f"at least {min:,.0f}"
     if isinstance(found, Missing):

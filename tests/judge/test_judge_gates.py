@@ -14,8 +14,8 @@ from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import parse
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.gates import FAIL, INCONCLUSIVE, INVALID, PASS
-from pytest_kvcache.quantities import Reading
-from pytest_kvcache.records import GateRecord, TelemetryRow
+from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.records import GateRecord, TelemetryRow, ValueRecord
 
 
 @pytest.fixture
@@ -375,3 +375,27 @@ def test_a_peak_without_a_pool_size_still_says_what_is_not_known(made: Any) -> N
     assert "pool not known" in gate.text
     assert gate.value is not None
     assert isinstance(gate.value.to_value(), Reading)
+
+
+def test_a_pool_that_is_not_told_is_no_pool_that_cannot_be(made: Any) -> None:
+    untold = {"free_blocks": Missing("it counts tokens", cannot_happen=True), "free_tokens": Missing("an attached server does not tell its pool")}
+    untold |= {"usable_blocks": untold["free_blocks"], "pool_blocks": untold["free_blocks"], "pool_tokens": untold["free_tokens"]}
+    untold |= {"usage": untold["free_tokens"], "used_blocks": untold["free_blocks"]}
+    read = msgspec.structs.replace(
+        snapshot(T0 - 0.5), quantities={**snapshot(T0 - 0.5).quantities, **{name: ValueRecord.of(value) for name, value in untold.items()}}
+    )
+    analysis = made(samples=unpolled(), before=[read], after=[read])
+    for gate in (gates.free_space([analysis], 1), gates.fits([analysis], concurrency=1, length=10)):
+        assert gate.applicable
+        assert gate.verdict == INCONCLUSIVE
+        assert "does not tell its pool" in gate.text
+
+
+def test_replicas_that_tell_no_usage_are_not_called_balanced_nor_alone(made: Any) -> None:
+    pair = [snapshot(T0 - 0.5), msgspec.structs.replace(snapshot(T0 - 0.5), endpoint="http://127.0.0.1:2")]
+    both = [msgspec.structs.replace(row, endpoint=number) for row in unpolled() for number in range(2)]
+    analysis = made(samples=both, before=pair, after=pair)
+    gate = gates.balanced([analysis])
+    assert gate.applicable
+    assert gate.verdict == INCONCLUSIVE
+    assert "0 of 2 servers told their usage" in gate.text
