@@ -172,7 +172,7 @@ def test_a_server_that_never_gets_ready_ends_the_wait_at_the_deadline() -> None:
         began = time.monotonic()
         with pytest.raises(EndpointRefused, match=r"not ready \(HTTP 503\), saying: Loading model"):
             check_ready(at(server), 1.0)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 12
 
 
 def test_a_server_that_hangs_ends_the_wait_at_the_deadline() -> None:
