@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def test_a_usage_ratio_is_never_alone(made: Any) -> None:
     ):
         assert words in gate.beside
         assert words in gate.text
+
+
+def test_beside_the_usage_of_replicas_stands_the_free_space_of_the_fullest(made: Any) -> None:
+    analysis = made()
+    values = {**analysis.values, "free_blocks.tightest": Reading(3.0, "blocks", "free_blocks, lowest of 2 servers")}
+    gate = gates.peak_usage([dataclasses.replace(analysis, values=values)], 0.9)
+    assert "109 blocks free at the tightest (3 blocks of the fullest server)" in gate.beside
+    assert "fullest" not in gates.peak_usage([analysis], 0.9).beside
 
 
 def test_the_worst_window_decides(made: Any) -> None:
@@ -393,7 +402,7 @@ def test_a_pool_that_is_not_told_is_no_pool_that_cannot_be(made: Any) -> None:
 
 def test_replicas_that_tell_no_usage_are_not_called_balanced_nor_alone(made: Any) -> None:
     pair = [snapshot(T0 - 0.5), msgspec.structs.replace(snapshot(T0 - 0.5), endpoint="http://127.0.0.1:2")]
-    both = [msgspec.structs.replace(row, endpoint=number) for row in unpolled() for number in range(2)]
+    both = [msgspec.structs.replace(row, endpoint=number) for row in unpolled(running=1.0) for number in range(2)]
     analysis = made(samples=both, before=pair, after=pair)
     gate = gates.balanced([analysis])
     assert gate.applicable
