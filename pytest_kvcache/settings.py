@@ -16,6 +16,7 @@ from typing import Any
 from pytest_kvcache.errors import UsageError
 
 ENV_PREFIX = "PYTEST_KVCACHE_"
+MOST_USERS = 100_000
 MOST_SAMPLES_A_SECOND = 1000.0
 
 
@@ -169,6 +170,8 @@ def _check(settings: Settings) -> None:
     for name in ("users", "duration_s", "output_tokens", "min_free"):
         if getattr(settings, name) < 0:
             raise UsageError(f"{flag(name)} cannot be negative")
+    if settings.users > MOST_USERS:
+        raise UsageError(f"--kv-users: {settings.users:,} are more than one load can hold", hint=f"at most {MOST_USERS:,}")
     for name in ("windows", "sample_hz", "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s"):
         if not getattr(settings, name) > 0:
             raise UsageError(f"{flag(name)} must be above zero")

@@ -61,6 +61,22 @@ def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
     return "\n".join(lines)
 
 
+def load_numbers(analysis: Analysis) -> str:
+    """Return what a load did, in two lines: requests and how they ended, then times and throughput."""
+    from pytest_kvcache.report.model import show_value
+
+    def shown(name: str) -> str:
+        return show_value(analysis.values.get(name)) or "—"
+
+    ends = "".join(f", {sum(lanes.values())} {plain(kind, 40)}" for kind, lanes in analysis.rejections.items())
+    return (
+        f"{shown('requests.sent')} sent, {shown('requests.ok')} answered in full{ends}; "
+        f"{shown('prompt_tokens')} in prompts, {shown('output_tokens')} generated, {shown('throughput')}\n"
+        f"time to first token {shown('ttft.p50')} (p95 {shown('ttft.p95')}), latency {shown('latency.p50')} (p95 {shown('latency.p95')}), "
+        f"longest gap {shown('gap.max')}"
+    )
+
+
 def three_numbers(analysis: Analysis) -> str:
     """Return usage at its peak with pool size, free space and running requests with their mean length, in one line."""
     from pytest_kvcache.report.model import show_value

@@ -295,7 +295,7 @@ def _died(process: OwnedProcess, shown: tuple[str, ...] | list[str], when: str) 
         name = signal.Signals(-status).name if -status in {s.value for s in signal.Signals} else str(-status)
         how = f"was ended by {name}"
         if name == "SIGKILL":
-            hint = _KILLED
+            hint, cause = _KILLED, ""  # whoever is killed logs no cause; what the log ends with is an older matter
     else:
         how = f"exited with status {status}"
         if status == 0:
