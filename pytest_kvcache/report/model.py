@@ -62,10 +62,15 @@ class SessionView:
         return [a for a in dict(self.sides()).get(side, ()) if load_name(a) == profile]
 
 
+def is_probe(analysis: Analysis) -> bool:
+    """Return whether the Run sent single requests to see what they cost, and is no window of a load."""
+    return bool(analysis.run.record.options.get("requests"))
+
+
 def load_name(analysis: Analysis) -> str:
     """Return the name of the Run's load: its profile; probes of single requests stand apart from windows of the same profile."""
-    record = analysis.run.record
-    return f"{record.profile} (probe)" if record.options.get("requests") else record.profile
+    profile = analysis.run.record.profile
+    return f"{profile} (probe)" if is_probe(analysis) else profile
 
 
 def read_verdict(folder: Path) -> VerdictRecord:
