@@ -15,7 +15,7 @@ from typing import Any
 
 from pytest_kvcache.engines._dialect import Derived, Dialect, FirstOf, InfoLabel, JsonField, LogFact, NoReading, Parse, Rule, Series, spellings
 from pytest_kvcache.engines._parts import Parts
-from pytest_kvcache.engines._state import RawState, Sample, clean
+from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 
 # A gauge may pass full by rounding alone. More is another scale (percent) or another engine's gauge: engines.md, trap 1.
@@ -42,9 +42,10 @@ def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Coll
 
     What cannot be read is Missing with its reason. ``wall_s`` is the Unix time that each Reading carries.
     """
-    parts = Parts(dialect, raw)
+    samples = _samples(dialect, raw)
+    parts = Parts(dialect, samples)
     names = [name for name in QUANTITIES if only is None or name in only]
-    views = [View(dialect, raw, parts, number, wall_s) for number in range(len(parts.keys))]
+    views = [View(dialect, raw, samples, parts, number, wall_s) for number in range(len(parts.keys))]
     for view in views:
         view.parts = views
     everything = only is None
@@ -52,13 +53,14 @@ def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Coll
         view = views[0]
         whole = {name: view.value(name) for name in names}
         return Values(whole, {}, _notes(view) if everything else [], _version(view) if everything else "")
-    rest = View(dialect, raw, parts, None, wall_s)
+    rest = View(dialect, raw, samples, parts, None, wall_s)
     rest.parts = views
     whole = {}
     for name in names:
         combined = _combine(name, views, parts.names)
-        if isinstance(combined, Missing) and not combined.cannot_happen:
-            # Series that name no part (vLLM's admission_rejections_total) speak of the whole server.
+        if isinstance(combined, Missing) and not combined.cannot_happen and not isinstance(dialect.reads[name], Derived):
+            # Series that name no part (vLLM's admission_rejections_total) speak of the whole server. What is computed from several
+            # series is not asked: one of them might speak of one part only.
             of_all = rest.value(name)
             combined = of_all if isinstance(of_all, Reading) else combined
         whole[name] = combined
@@ -67,14 +69,24 @@ def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Coll
     return Values(whole, ranks, notes, _version(rest) if everything else "")
 
 
+def _samples(dialect: Dialect, raw: RawState) -> Samples | None:
+    """Return the exposition with the series that the dialect makes of JSON bodies."""
+    made = dialect.rows(raw) if dialect.rows is not None else {}
+    if not made:
+        return raw.metrics
+    told = raw.metrics if raw.metrics is not None else Samples({}, frozenset())
+    return Samples({**told.rows, **made}, told.names | made.keys(), told.bad_lines)
+
+
 class View:
     """What one part of a server says; with part None, what belongs to no single part. Values are computed once."""
 
     parts: list[View]
 
-    def __init__(self, dialect: Dialect, raw: RawState, parts: Parts, part: int | None, wall_s: float) -> None:
+    def __init__(self, dialect: Dialect, raw: RawState, samples: Samples | None, parts: Parts, part: int | None, wall_s: float) -> None:
         self.dialect = dialect
         self.raw = raw
+        self.samples = samples
         self.wall_s = wall_s
         self._parts = parts
         self._part = part
@@ -118,7 +130,7 @@ class View:
 
     def has(self, *families: str) -> bool:
         """Say whether the exposition names any of these series, in any spelling."""
-        metrics = self.raw.metrics
+        metrics = self.samples
         return metrics is not None and any(spelled in metrics.names for family in families for spelled in spellings(family))
 
     def rows(self, family: str, *, shared: bool = False) -> tuple[str, list[Sample]]:
@@ -126,7 +138,7 @@ class View:
 
         ``shared`` takes rows that all ranks of one front end share as well (an info series without the rank's label).
         """
-        metrics = self.raw.metrics
+        metrics = self.samples
         if metrics is not None:
             for spelled in spellings(family):
                 rows = [row for row in metrics.rows.get(spelled, ()) if self._mine(row, shared)]
@@ -196,17 +208,22 @@ class View:
         return Missing(clean("; ".join(reasons), _REASON_LIMIT))
 
     def _series(self, rule: Series, name: str) -> Value:
-        if self.raw.metrics is None:
+        if self.samples is None:
             return Missing(self.raw.metrics_reason)
         narrowed = ""
         for family in rule.names:
-            spelled, rows = self.rows(family)
+            spelled, rows = self.rows(family, shared=rule.shared)
             if rows and rule.where:
                 rows = [row for row in rows if _matches(row, rule.where)]
                 narrowed = narrowed or f"{spelled} has no row where {rule.describe().partition(' where ')[2]}"
             if rows:
-                value = _fold(rows, rule.over, QUANTITIES[name].kind == "counter", spelled)
-                return value if isinstance(value, Missing) else self.checked(name, value, spelled)
+                source = rule.source(spelled)
+                value = _fold(rows, rule.over, name, source, self.dialect.mirror_labels)
+                return value if isinstance(value, Missing) else self.checked(name, value * rule.scale, source)
+        if rule.unborn and self._part is not None and all(self.rows(family)[1] for family in rule.alive):
+            return self.reading(name, 0, f"{rule.names[0]} is not there, which is 0: {rule.unborn}")
+        if self.raw.metrics is None and not rule.names[0].startswith("/"):
+            return Missing(self.raw.metrics_reason)
         hint = f": {rule.hint}" if rule.hint else ""
         return Missing((narrowed or f"{rule.names[0]} is not in /metrics") + hint)
 
@@ -265,24 +282,31 @@ class View:
 
 
 def _matches(row: Sample, where: Mapping[tuple[str, ...], tuple[str, ...]]) -> bool:
-    return all(any(row.labels.get(key) in values for key in keys) for keys, values in where.items())
+    labels = row.labels
+    return all(any(labels.get(f"exported_{key}", labels.get(key)) in values for key in keys) for keys, values in where.items())
 
 
-def _fold(rows: Sequence[Sample], over: tuple[str, ...], counter: bool, source: str) -> float | Missing:
+def _fold(rows: Sequence[Sample], over: tuple[str, ...], name: str, source: str, mirrors: frozenset[str] = frozenset()) -> float | Missing:
     """Return one number for the rows of one series in one part, or why that cannot be done."""
     if len(rows) == 1:
         return rows[0].value
+    kind = QUANTITIES[name].kind
     groups: dict[tuple[tuple[str, str], ...], list[Sample]] = {}
     for row in rows:
-        groups.setdefault(tuple(sorted((k, v) for k, v in row.labels.items() if k != "pid")), []).append(row)
+        groups.setdefault(tuple(sorted((k, v) for k, v in row.labels.items() if k != "pid" and k not in mirrors)), []).append(row)
     total = 0.0
     for same in groups.values():
         values = [row.value for row in same]
         by_process = len({row.labels.get("pid") for row in same}) == len(same)
-        if len(set(values)) > 1 and not by_process:
+        mirrored = bool(mirrors) and len({tuple(row.labels.get(label) for label in mirrors) for row in same}) == len(same)
+        if len(set(values)) > 1 and not by_process and not mirrored:
             return Missing(f"{source} is there {len(same)} times with different values")
-        # One live process and stale ones: engines.md, trap 8. Counters of processes are shares of one count.
-        total += sum(values) if counter and by_process else max(values)
+        if mirrored and not by_process:
+            # Ranks that hold slices of one pool tell of it each: what the worst of them tells holds (engines.md, trap 7).
+            total += min(values) if kind == "config" or name.startswith("free_") else max(values)
+        else:
+            # One live process and stale ones: engines.md, trap 8. Counters of processes are shares of one count.
+            total += sum(values) if kind == "counter" and by_process else max(values)
     keys = [dict(key) for key in groups]
     differing = {label for key in keys for label in key if any(other.get(label) != key[label] for other in keys)}
     if differing - set(over):
@@ -346,6 +370,8 @@ def _version(view: View) -> str:
 
 def _notes(view: View) -> list[str]:
     notes = list(view.dialect.remarks(view)) if view.dialect.remarks is not None else []
+    if view.dialect.meaning:
+        notes.append(view.dialect.meaning)
     metrics = view.raw.metrics
     if metrics is not None and metrics.bad_lines:
         notes.append(f"{len(metrics.bad_lines)} lines of /metrics could not be read, such as {metrics.bad_lines[0]!r}")
@@ -356,9 +382,17 @@ def _spread(ranks: Mapping[str, Mapping[str, Value]]) -> list[str]:
     """Return the note that shows each engine's usage with its free and usable pool: a mean hides the full one."""
     shown = []
     for part, values in ranks.items():
-        usage, free, pool = values["usage"], values["free_blocks"], values["usable_blocks"]
-        if isinstance(usage, Reading) and isinstance(free, Reading) and isinstance(pool, Reading):
-            shown.append((usage.number(), f"{part}: {usage.number() * 100:.1f} % ({free.number():.0f} of {pool.number():.0f} blocks free)"))
+        usage = values["usage"]
+        if not isinstance(usage, Reading):
+            continue
+        room = ""
+        for free, pool, unit in (
+            (values["free_blocks"], values["usable_blocks"], "blocks"),
+            (values["free_tokens"], values["pool_tokens"], "tokens"),
+        ):
+            if isinstance(free, Reading) and isinstance(pool, Reading) and not room:
+                room = f" ({free.number():.0f} of {pool.number():.0f} {unit} free)"
+        shown.append((usage.number(), f"{part}: {usage.number() * 100:.1f} %{room}"))
     if not shown:
         return []
     fullest = sorted(shown, reverse=True)[:8]
