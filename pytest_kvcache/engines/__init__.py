@@ -78,7 +78,7 @@ def imported(spec: str) -> Dialect:
             sys.path.remove(here)
     found = getattr(module, name, None)
     if not isinstance(found, Dialect):
-        seen_there = "is not there" if found is None else f"is a {type(found).__name__} and no Dialect"
+        seen_there = "is not there" if found is None else f"is of type {type(found).__name__} and no Dialect"
         raise UsageError(f"{module_name}:{name} {seen_there}", where=where, hint="a value of pytest_kvcache.engines.Dialect")
     return found
 

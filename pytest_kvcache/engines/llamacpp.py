@@ -167,6 +167,7 @@ DIALECT = Dialect(
     ),
     version=JsonField("/props", ("build_info",), "text"),
     remarks=_remarks,
+    since={"": "b5400 (n_prompt_tokens of /slots: 2025)"},
     reads={
         "pool_blocks": _NO_BLOCKS,
         "usable_blocks": _NO_BLOCKS,

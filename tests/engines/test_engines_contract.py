@@ -1,11 +1,13 @@
-"""The contract of every dialect, run with the product's own reader on recorded text: ``engine_cases.py``."""
+"""The contract of every dialect, run with the product's own reader on recorded text: ``tests/engine_cases_*.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import engine_cases_others
+import engine_cases_vllm
 import pytest
-from engine_cases import CASES, Case, state
+from engine_case import Case, state
 
 from pytest_kvcache import engines
 from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Values, detect, read, read_values, signs
@@ -13,6 +15,7 @@ from pytest_kvcache.engines._dialect import Series
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 
+CASES = [*engine_cases_vllm.CASES, *engine_cases_others.CASES]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.engine}: {case.name}")
 
 
