@@ -188,4 +188,11 @@ CASES = [
         "exposition/ray_vllm/colon-old.prom",
         right={"usage": 0.5, "running": 5, "waiting": 2, "swapped": 0, "preemptions": 4, "prompt_tokens": 9000},
     ),
+    Case(
+        "llamacpp",
+        "b5000, with the gauges of its time",
+        "exposition/llamacpp/b5000.prom",
+        right={"usage": 0.25, "used_tokens": 2048, "running": 2, "waiting": 0, "prompt_tokens": 5000, "generation_tokens": 1200},
+        never=_LLAMA_NEVER,
+    ),
 ]  # fmt: skip

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pytest_kvcache.engines._combining import Values, read_values
 from pytest_kvcache.engines._dialect import Dialect, JsonPath, has_prefix, looks_like
-from pytest_kvcache.engines._reading import Values, read_values
 from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.errors import UnknownEngine, UsageError
 from pytest_kvcache.quantities import Missing

@@ -250,13 +250,20 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {}
 def spellings(name: str) -> tuple[str, ...]:
     """Return the forms in which a series name of an engine is found, its own form first.
 
-    Exporters, recording rules and Ray rename: ``vllm:x`` is also ``vllm_x``, ``vllm.x``, ``ray_vllm_x`` and ``ray_vllm:x``.
-    Source: engines.md, sections 10 and 11. A name without a colon has one form.
+    Exporters, collectors and Ray rename: ``vllm:x`` is also ``vllm_x``, ``vllm.x``, ``ray_vllm_x`` and ``ray_vllm:x``; a counter
+    ``vllm:x_total`` is also ``vllm.x.total`` and ``vllm.x.count``. Source: engines.md, sections 10 and 11. A name without a colon has one
+    form, but for TensorRT-LLM's, which Dynamo printed with a colon (section 5).
     """
     known = _SPELLINGS.get(name)
     if known is None:
         prefix, colon, rest = name.partition(":")
-        forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}") if colon else (name,)
+        forms: tuple[str, ...] = (name,)
+        if colon:
+            forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}")
+        if colon and rest.endswith("_total"):
+            forms += (f"{prefix}.{rest.removesuffix('_total')}.total", f"{prefix}.{rest.removesuffix('_total')}.count")
+        elif name.startswith("trtllm_"):
+            forms += (name.replace("_", ":", 1),)
         known = _SPELLINGS[name] = forms
     return known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from pytest_kvcache.engines._dialect import Dialect
@@ -54,6 +55,26 @@ class Parts:
     def front_end(self, number: int) -> tuple[str | None, ...]:
         """Return the key of a part without its rank: ranks of one front end share it."""
         return tuple(value for at, value in enumerate(self.keys[number]) if at != self.rank_at)
+
+    def of_model(self, model: str) -> list[int]:
+        """Return the parts of the model that was asked for, where the exposition names it; none where it does not."""
+        if self.model_at is None or not model:
+            return []
+        asked = model.lower() if self.model_at == self._any_case else model
+        return [number for number, key in enumerate(self.keys) if key[self.model_at] == asked]
+
+    def of_models(self, numbers: Sequence[int]) -> list[str]:
+        """Return the note on several models: which are added up, or which of them is read."""
+        if self.model_at is None:
+            return []
+        every = sorted({clean(model, 80) for key in self.keys if (model := key[self.model_at]) is not None})
+        read = {clean(model, 80) for number in numbers if (model := self.keys[number][self.model_at]) is not None}
+        if len(every) < 2:
+            return []
+        shown = f"{', '.join(every)[:200]}"
+        if len(read) < len(every):
+            return [f"{len(every)} models in one exposition ({shown}): only {', '.join(sorted(read))} is read, which was asked for"]
+        return [f"{len(every)} models in one exposition ({shown}): what adds is their sum; name one (--kv-model) to read it alone"]
 
     @cached_property
     def names(self) -> list[str]:

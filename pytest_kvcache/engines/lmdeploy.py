@@ -62,7 +62,7 @@ DIALECT = Dialect(
         "prefix_hits": Series(("lmdeploy:cached_tokens_total",), hint=_ON),
         "prompt_tokens": Series(("lmdeploy:prompt_tokens_total",), hint=_ON),
         "generation_tokens": Series(("lmdeploy:generation_tokens_total",), hint=_ON),
-        "finished": Series((_SUCCESS,), over=("finished_reason",), hint=_ON),
+        "finished": Series((_SUCCESS, "lmdeploy:num_requests_finished"), over=("finished_reason",), hint=_ON),
         "finished_stop": absent("ResponseType.FINISH is the end by a stop word as well as by length"),
         "finished_length": absent("ResponseType.FINISH is the end by a stop word as well as by length"),
         "finished_abort": Series((_SUCCESS,), where={("finished_reason",): ("ResponseType.CANCEL",)}, hint=_ON),

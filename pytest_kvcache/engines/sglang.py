@@ -191,6 +191,7 @@ DIALECT = Dialect(
     rank_label="dp_rank",
     server_labels=TARGET_LABELS,
     model_label="model_name",
+    label_aliases={"model_name": ("name",)},  # 0.3
     mirror_labels=frozenset({"tp_rank", "pp_rank", "moe_ep_rank"}),
     json_paths=(
         JsonPath("/server_info", sign=("max_total_num_tokens", "internal_states")),

@@ -27,6 +27,7 @@ MOST_JSON_BYTES = 4 << 20
 LOG_HEAD_BYTES = 1 << 20
 # A server closes an idle connection just when the next request goes out: that failure is instant, and is tried once more.
 _AT_ONCE_S = 0.05
+_MOST_UNANSWERED = 2
 _ACCEPT = "text/plain;version=0.0.4, text/plain;q=0.9, */*;q=0.1"
 
 
@@ -59,6 +60,7 @@ class Reader:
         self._once: dict[str, Any | Missing] = {}
         self._metrics_path = ""
         self._answered = False
+        self._unanswered = 0
         self._failure: EndpointUnreachable | None = None
 
     def __enter__(self) -> Reader:
@@ -83,7 +85,7 @@ class Reader:
         ``once`` False reads only the JSON bodies that move, and takes those that do not from the look before (or reads again one
         that was missing there). ``keep_text`` keeps the exposition as it came.
         """
-        self._answered, self._failure = False, None
+        self._answered, self._failure, self._unanswered = False, None, 0
         raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
         answer, samples = self._read_metrics()
         if isinstance(samples, Missing):
@@ -149,6 +151,8 @@ class Reader:
         return known
 
     def _get(self, client: httpx.Client, path: str, limit: int) -> Answer | Missing:
+        if self._unanswered >= _MOST_UNANSWERED and not self._answered and self._failure is not None:
+            return Missing(f"{path}: {self._failure.what}")  # each further page of a server that hangs would cost a timeout
         for _ in range(2):
             began = time.monotonic()
             try:
@@ -163,6 +167,7 @@ class Reader:
             if time.monotonic() - began > _AT_ONCE_S:
                 break
         self._failure = self._failure or error
+        self._unanswered += 1
         return Missing(f"{path}: {error.what}")
 
 

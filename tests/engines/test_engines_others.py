@@ -252,3 +252,34 @@ def test_v0_block_gauges_alone_give_the_three_numbers() -> None:
     text = "vllm:num_used_gpu_blocks 736\nvllm:num_free_gpu_blocks 64\nvllm:num_requests_running 24\n"
     values = values_of(text)
     assert [number(values, name) for name in ("usage", "used_blocks", "free_blocks", "pool_blocks", "running")] == [0.92, 736, 64, 800, 24]
+
+
+def test_of_several_models_the_one_that_was_asked_for_is_read() -> None:
+    one = recorded("vllm/relabelled-underscore.prom")
+    other = one.replace("meta-llama/Llama-3.1-8B-Instruct", "second").replace("vllm-0", "vllm-1").replace("10.0.3.17", "10.0.3.18")
+    raw = state(one + other.replace("} 0.5", "} 0.25"))
+    both = read_values(detect(raw), raw)
+    assert (number(both, "pool_blocks"), number(both, "usage")) == (16386, 0.375)
+    assert any("2 models in one exposition" in note and "--kv-model" in note for note in both.notes)
+    raw.model = "second"
+    asked = read_values(detect(raw), raw)
+    assert (number(asked, "pool_blocks"), number(asked, "usage"), asked.ranks) == (8193, 0.25, {})
+    assert any("only second is read" in note for note in asked.notes)
+    raw.model = "a-lora-of-it"
+    assert number(read_values(detect(raw), raw), "pool_blocks") == 16386
+
+
+@pytest.mark.parametrize(
+    "form", ["vllm:num_preemptions_total", "vllm_num_preemptions_total", "vllm.num_preemptions.total", "vllm.num_preemptions.count"]
+)
+def test_a_counter_is_known_in_the_forms_of_collectors(form: str) -> None:
+    values = values_of(f'{form}{{model_name="m"}} 3\n')
+    assert number(values, "preemptions") == 3
+
+
+def test_trtllm_names_with_a_colon_are_the_same_names() -> None:
+    assert number(values_of("trtllm:kv_cache_utilization 0.5\n"), "usage") == 0.5
+
+
+def test_old_llama_cpp_gauges_say_that_idle_slots_count_as_used() -> None:
+    assert any("idle slots" in note for note in values_of(recorded("llamacpp/b5000.prom")).notes)
