@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ def _found() -> dict[str, Dialect]:
     dialects = [importlib.import_module(f"{__name__}.{name}").DIALECT for name in modules]
     return {dialect.name: dialect for dialect in dialects}
 
+
+# level:metric:operation, as recording rules are named; has_prefix takes a name that begins with an engine's own.
+_RULE = re.compile(r"\w+:\w+:\w+")
 
 DIALECTS: dict[str, Dialect] = _found()
 
@@ -111,6 +115,9 @@ def seen(raw: RawState) -> str:
         families = sorted({clean(name, 60) for name in raw.metrics.names})
         more = f" and {len(families) - 12} more" if len(families) > 12 else ""
         said.append(f"/metrics has {len(families)} series: {', '.join(families[:12])}{more}")
+        rules = [name for name in families if _RULE.fullmatch(name)]
+        if rules:
+            said.append(f"{rules[0]} looks like a recording rule, which adds or averages already: the engine's own series are needed")
     owners = sorted(owned_by(raw.json.get("/v1/models")))
     if owners:
         said.append(f"/v1/models says owned_by {', '.join(owners[:5])}")

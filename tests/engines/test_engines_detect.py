@@ -74,3 +74,9 @@ def test_a_name_on_the_command_line_is_a_dialect_or_a_clear_no() -> None:
     with pytest.raises(UsageError, match="no engine is called 'vlm'") as caught:
         named("vlm")
     assert caught.value.hint == f"auto, {', '.join(DIALECTS)}"
+
+
+def test_series_of_a_recording_rule_are_refused_with_what_they_are() -> None:
+    raw = RawState(metrics=parse_samples("cluster:vllm_kv_cache_usage_perc:avg 0.5"))
+    with pytest.raises(UnknownEngine, match="recording rule"):
+        detect(raw)
