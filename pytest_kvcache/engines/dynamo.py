@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo 0.4 to 1.x: a worker's /metrics (``DYN_SYSTEM_PORT``) and the frontend's.
+"""NVIDIA Dynamo 0.7 to 1.x: a worker's /metrics (``DYN_SYSTEM_PORT``) and the frontend's.
 
 A worker shows its own figures (``dynamo_component_*``) and passes the series of the engine inside through: of the two one is taken, and
 never both. ``gpu_cache_usage_percent`` is a ratio in spite of its name. The frontend tells the pool of the first worker only and no
@@ -106,10 +106,9 @@ DIALECT = Dialect(
     extra_series=_SGLANG,
     remarks=_remarks,
     since={
-        "": "0.4",
-        "pool_blocks": "0.4 (kvstats_total_blocks; total_blocks: 1.0)",
-        "used_blocks": "0.4 (kvstats_active_blocks; 1.0: from usage)",
-        "max_model_len": "0.5",
+        "": "0.7",
+        "pool_blocks": "0.7 (kvstats_total_blocks; total_blocks: 1.0)",
+        "used_blocks": "0.7 (kvstats_active_blocks; 1.0: from usage)",
     },
     reads={
         "pool_blocks": _POOL,

@@ -75,7 +75,7 @@ DIALECT = dataclasses.replace(
     version=absent(_NOT_TOLD),
     remarks=None,
     meaning="simulated: this is llm-d-inference-sim, whose metrics need not agree with what it does",
-    since={"": "0.1", "usage": "0.1 (kv_cache_usage_perc: January 2026)"},
+    since={"": "0.10", "usage": "0.10 (kv_cache_usage_perc: January 2026)"},
     reads={
         **VLLM.reads,
         "pool_blocks": InfoLabel(_INFO, "num_gpu_blocks"),

@@ -30,7 +30,7 @@ DIALECT = Dialect(
     metrics_paths=("/v1/metrics", "/metrics"),
     json_paths=(JsonPath("/v1/models"), JsonPath("/v1/version")),
     version=first_of(JsonField("/v1/version", ("release",), "text"), JsonField("/v1/version", ("api",), "text")),
-    since={"": "1.0"},
+    since={"": "1.x"},
     reads={
         "pool_blocks": absent(_NO_POOL),
         "usable_blocks": absent(_NO_POOL),

@@ -208,7 +208,6 @@ DIALECT = Dialect(
         "": "0.4",
         "pool_blocks": "0.5.11 (before: label of cache_config_info)",
         "block_size": "0.5.11 (before: label of cache_config_info)",
-        "preemptions": "0.5",
     },
     reads={
         "pool_blocks": first_of(Series(("sglang:num_pages",)), InfoLabel("sglang:cache_config_info", "num_pages")),

@@ -78,7 +78,7 @@ DIALECT = Dialect(
     version=absent("Triton's metrics do not name its version"),
     extra_series=(_BATCHER,),
     remarks=_remarks,
-    since={"": "0.7", "waiting": "0.7 (not in 0.12 to 0.17)"},
+    since={"": "0.12", "waiting": "0.18 (not in 0.12 to 0.17)"},
     reads={
         "pool_blocks": _block("max"),
         "usable_blocks": _block("max"),

@@ -131,7 +131,7 @@ DIALECT = Dialect(
     version=JsonField("/version", ("version",), "text"),
     extra_series=("trtllm_num_paused_requests", "trtllm_kv_cache_host_utilization"),
     remarks=_remarks,
-    since={"": "1.2 (/prometheus/metrics); 0.17 (JSON)"},
+    since={"": "newer than 1.1 (/prometheus/metrics); the JSON is older"},
     reads={
         "pool_blocks": first_of(_both("trtllm_kv_cache_max_blocks", "kvCacheStats", "maxNumBlocks"), LogFact()),
         "usable_blocks": first_of(_both("trtllm_kv_cache_max_blocks", "kvCacheStats", "maxNumBlocks"), LogFact("pool_blocks")),
