@@ -20,7 +20,7 @@ import msgspec
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
-from pytest_kvcache.engines import Dialect
+from pytest_kvcache.engines import Dialect, imported
 from pytest_kvcache.errors import CannotWrite, KvError, UsageError
 from pytest_kvcache.judge.baseline import check_name, load_baseline
 from pytest_kvcache.judge.compare import Comparison, compare
@@ -72,7 +72,7 @@ class Session:
         self.on_gate: list[Callable[[GateRecord], None]] = []
         self._say = say or (lambda _: None)
         self._lease = lease
-        self._extra_dialects = tuple(extra_dialects)
+        self._extra_dialects = (*((imported(settings.engine_from),) if settings.engine_from else ()), *extra_dialects)
         self._provenance = dict(provenance or {})
         self._folder = folder
         self._id = secrets.token_hex(3)

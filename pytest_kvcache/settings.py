@@ -37,6 +37,9 @@ class Settings:
     after: str = _opt("", "command or URL of the side after the change", group="server", metavar="CMD|URL")
     model: str = _opt("", "model name to ask for; default: the only one that the server lists", group="server", metavar="NAME")
     engine: str = _opt("auto", "how the server's telemetry is read; auto asks the server", group="server", metavar="NAME")
+    engine_from: str = _opt(
+        "", "a dialect of your own, as module:NAME; it is asked before the ones of the package", group="server", metavar="MODULE:NAME"
+    )
     api: str = _opt("completions", "which API the load and the quality items use", group="server", choices=("completions", "chat"))
     header: tuple[str, ...] = _opt((), "extra HTTP header for the API, as 'Name: value'; repeatable", group="server", metavar="HEADER")
     extra_body: str = _opt("", "JSON object merged into every request body", group="server", metavar="JSON")
@@ -59,6 +62,9 @@ class Settings:
     # observation
     sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")
     scrape_timeout_s: float = _opt(5.0, "longest time that one read of /metrics may take", group="observation", parse="seconds")
+    allow_destructive_reads: bool = _opt(
+        False, "allow reads that take the telemetry away from other readers (the JSON /metrics of trtllm-serve)", group="observation"
+    )
     # judgement
     max_usage: float = _opt(0.95, "highest peak KV usage that passes, 0 to 1", group="judgement")
     min_free: int = _opt(1, "fewest free blocks (or tokens, where the engine counts tokens) that pass", group="judgement")
@@ -157,7 +163,7 @@ def resolve(command_line: Mapping[str, Any], ini: Mapping[str, Any], environ: Ma
 
 
 def _check(settings: Settings) -> None:
-    for name in ("launch", "before", "after", "save", "baseline", "engine", "reports", "name"):
+    for name in ("launch", "before", "after", "save", "baseline", "engine", "engine_from", "reports", "name"):
         if name in settings.sources and not str(getattr(settings, name)).strip():
             raise UsageError(f"{flag(name)} was given and is empty", hint="leave it out, or give it a value")
     named = [flag(name) for name in ("endpoint", "launch") if getattr(settings, name)]

@@ -157,6 +157,8 @@ def _remarks(view: View) -> list[str]:
             f"split slots: each of the {len(contexts)} has a pool of its own, and a request is bound by its slot;"
             f" the fullest holds {used} of {size} tokens ({size - used} free)"
         )
+    if view.has("llamacpp:kv_cache_usage_ratio", "llamacpp:kv_cache_tokens"):
+        notes.append("a build of before June 2025: its KV gauges count the tokens that idle slots keep as used")
     if view.raw.metrics is not None:
         rows = [(name, row.value) for name in view.dialect.families for row in view.rows(name)[1]]
         if any(value >= _SIX_DIGITS for _, value in rows):
@@ -181,6 +183,7 @@ DIALECT = Dialect(
     ),
     version=JsonField("/props", ("build_info",), "text"),
     remarks=_remarks,
+    since={"": "b5400 (n_prompt_tokens of /slots: 2025)"},
     reads={
         "pool_blocks": _NO_BLOCKS,
         "usable_blocks": _NO_BLOCKS,
@@ -198,9 +201,10 @@ DIALECT = Dialect(
         "kv_dtype": first_of(LogFact(), absent("llama.cpp states the KV type in its start-up log only")),
         "prefix_caching": absent("each request asks for it (cache_prompt); the server's default is not told"),
         "gpu_memory_utilization": cannot_happen("llama.cpp sizes its pool by tokens, not by a share of the card"),
-        "used_tokens": Derived(_HELD, _used_tokens),
+        # Builds until May 2025 (PR 13660) had gauges, in which the tokens of idle slots counted as used.
+        "used_tokens": first_of(Derived(_HELD, _used_tokens), Series(("llamacpp:kv_cache_tokens",))),
         "free_tokens": Derived("pool_tokens - used_tokens", _free_tokens),
-        "usage": Derived("used_tokens / pool_tokens", _usage),
+        "usage": first_of(Derived("used_tokens / pool_tokens", _usage), Series(("llamacpp:kv_cache_usage_ratio",))),
         # /slots first: running and used_tokens are then of one moment.
         "running": first_of(Derived("busy slots of /slots", _busy_slots), Series(("llamacpp:requests_processing",), hint=_METRICS)),
         "waiting": Series(("llamacpp:requests_deferred",), hint=_METRICS),

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, clean, detect, named, read, signs
+from pytest_kvcache.engines import DIALECTS, Dialect, JsonPath, RawState, Samples, clean, detect, named, owned_by, read, signs
 from pytest_kvcache.errors import EndpointUnreachable
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import Missing, Value
@@ -28,13 +28,15 @@ MOST_JSON_BYTES = 4 << 20
 LOG_HEAD_BYTES = 1 << 20
 # A server closes an idle connection just when the next request goes out: that failure is instant, and is tried once more.
 _AT_ONCE_S = 0.05
+_MOST_UNANSWERED = 2
 _ACCEPT = "text/plain;version=0.0.4, text/plain;q=0.9, */*;q=0.1"
 
 
 class Reader:
     """Reads one endpoint again and again over kept connections; a context manager.
 
-    ``dialect`` None reads what the ``candidates`` (default: all of ours) would ask for. ``log`` is the start-up log of a server of
+    ``dialect`` None reads what the ``candidates`` (default: all of ours) would ask for, but nothing that reading destroys before it is
+    known that the server is another one. ``log`` is the start-up log of a server of
     ours (default: the endpoint's). Raises UsageError for a CA bundle or a key that cannot be read.
     """
 
@@ -57,7 +59,9 @@ class Reader:
         self._metrics.headers["Accept"] = _ACCEPT
         self._api = endpoint.client(timeout_s=timeout_s)
         self._once: dict[str, Any | Missing] = {}
+        self._metrics_path = ""
         self._answered = False
+        self._unanswered = 0
         self._failure: EndpointUnreachable | None = None
 
     def __enter__(self) -> Reader:
@@ -82,19 +86,63 @@ class Reader:
         ``once`` False reads only the JSON bodies that move, and takes those that do not from the look before (or reads again one
         that was missing there). ``keep_text`` keeps the exposition as it came.
         """
-        self._answered, self._failure = False, None
+        self._answered, self._failure, self._unanswered = False, None, 0
         raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
-        answer = self._get(self._metrics, "/metrics", MOST_METRICS_BYTES)
-        samples = answer if isinstance(answer, Missing) else _samples(answer, self._wanted)
+        answer, samples = self._read_metrics()
         if isinstance(samples, Missing):
             raw.metrics_reason = samples.reason
         else:
             raw.metrics = samples
             raw.text = answer.body.decode("utf-8", "replace") if keep_text and isinstance(answer, Answer) else ""
-        sure = signs(raw, self.candidates)[0] or self.candidates
-        paths = {path.path: path.per_sample for dialect in sure for path in dialect.json_paths}
-        raw.json = {path: self._read_json(path, once or moves) for path, moves in paths.items()}
+        told = signs(raw, self.candidates)[0]
+        bodies = {path.path: path for dialect in told or self.candidates for path in dialect.json_paths if not (told and path.without_metrics)}
+        raw.json = {name: self._read_body(path, once) for name, path in bodies.items() if not path.destructive}
+        for path in (path for path in bodies.values() if path.destructive):
+            if isinstance(answer, Answer) and self._metrics_path == path.path:
+                body = _json(path.path, answer)  # read already, as text
+            elif not self._is_destructive(path.path):
+                continue  # another engine's /metrics
+            elif self.endpoint.allow_destructive_reads:
+                body = self._read_body(path, once)
+            else:
+                body = Missing(
+                    f"{path.path} was not read: its JSON is gone for every other reader once it is read; --kv-allow-destructive-reads allows it"
+                )
+            raw.json = {**raw.json, path.path: body}
         return raw
+
+    def _read_metrics(self) -> tuple[Answer | Missing, Samples | Missing]:
+        """Return the first answer of the candidates' metrics paths that is an exposition; else that of /metrics, or of the first path."""
+        paths = list(dict.fromkeys(path for dialect in self.candidates for path in dialect.metrics_paths))
+        if len(self.candidates) > 1:
+            # /metrics is asked after the path of the engine whose /metrics is emptied by reading.
+            paths.sort(key=lambda path: (path == "/v1/metrics", path == "/metrics"))
+        if self._metrics_path in paths:
+            paths.sort(key=lambda path: path != self._metrics_path)
+        first: tuple[Answer | Missing, Samples | Missing] | None = None
+        for path in paths:
+            if self._is_destructive(path):
+                continue
+            answer = self._get(self._metrics, path, MOST_METRICS_BYTES)
+            samples = answer if isinstance(answer, Missing) else _samples(answer, self._wanted, path)
+            if not isinstance(samples, Missing) or (path == "/metrics" and isinstance(answer, Answer) and answer.body.lstrip()[:1] == b"["):
+                self._metrics_path = path
+                return answer, samples
+            if first is None or path == "/metrics":
+                first = answer, samples
+            if isinstance(answer, Missing):
+                break  # nobody answers: another path of the same server would only cost the timeout again
+        return first or (Missing("/metrics was not read"), Missing("/metrics was not read"))
+
+    def _is_destructive(self, path: str) -> bool:
+        """Say whether reading the path takes something away, as far as the server's model list tells which engine it is."""
+        owners = {dialect.owned_by for dialect in self.candidates if any(body.destructive and body.path == path for body in dialect.json_paths)}
+        if not owners:
+            return False
+        return len(self.candidates) == 1 or bool(owners & owned_by(self._read_json("/v1/models", now=False)))
+
+    def _read_body(self, path: JsonPath, once: bool) -> Any | Missing:
+        return self._read_json(path.path, once or path.per_sample)
 
     def _read_json(self, path: str, now: bool) -> Any | Missing:
         known = self._once.get(path)
@@ -104,6 +152,8 @@ class Reader:
         return known
 
     def _get(self, client: httpx.Client, path: str, limit: int) -> Answer | Missing:
+        if self._unanswered >= _MOST_UNANSWERED and not self._answered and self._failure is not None:
+            return Missing(f"{path}: {self._failure.what}")  # each further page of a server that hangs would cost a timeout
         for _ in range(2):
             began = time.monotonic()
             try:
@@ -118,22 +168,23 @@ class Reader:
             if time.monotonic() - began > _AT_ONCE_S:
                 break
         self._failure = self._failure or error
+        self._unanswered += 1
         return Missing(f"{path}: {error.what}")
 
 
-def _samples(answer: Answer, wanted: frozenset[str]) -> Samples | Missing:
+def _samples(answer: Answer, wanted: frozenset[str], path: str = "/metrics") -> Samples | Missing:
     """Return the samples of an answer of /metrics, or in one sentence why it is no exposition."""
-    reason = _refusal("/metrics", answer, "--kv-metrics-api-key-env")
+    reason = _refusal(path, answer, "--kv-metrics-api-key-env")
     if reason:
         return Missing(reason)
     if answer.is_html:
         title = error_text(answer)
-        return Missing(f"/metrics answers with a web page{f' ({title})' if title else ''}: a login page or a gateway stands in the way")
+        return Missing(f"{path} answers with a web page{f' ({title})' if title else ''}: a login page or a gateway stands in the way")
     if answer.body.lstrip()[:1] in {b"{", b"["} and answer.value is not None:
-        return Missing("/metrics answers with JSON and not with the text format: another engine, or another page of it")
+        return Missing(f"{path} answers with JSON and not with the text format: another engine, or another page of it")
     samples = parse_samples(answer.body, wanted)
     if not samples.names:
-        return Missing("/metrics answers with text that holds no sample")
+        return Missing(f"{path} answers with text that holds no sample")
     return samples
 
 
@@ -191,7 +242,10 @@ def detect_endpoint(endpoint: Endpoint, engine: str = "auto", extra: Sequence[Di
     if engine != "auto":
         return named(engine, extra)
     candidates = [*extra, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in extra})]
-    return detect(fetch(endpoint, timeout_s=timeout_s, candidates=candidates), candidates)
+    raw = fetch(endpoint, timeout_s=timeout_s, candidates=candidates)
+    if len(signs(raw, extra)[0]) == 1:
+        return detect(raw, extra)  # a user's own dialect is asked before ours, which may know the same series
+    return detect(raw, candidates)
 
 
 def take_snapshot_raw(

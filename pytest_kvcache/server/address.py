@@ -51,6 +51,7 @@ class Endpoint:
     pid: int | None = None
     log: Path | None = None
     basic_auth: str = field(default="", repr=False)
+    allow_destructive_reads: bool = False
 
     def url(self, path: str) -> str:
         """Return the address of a path of this server: ``url("/v1/models")``."""
@@ -165,6 +166,7 @@ def parse_endpoint(url: str, settings: Settings) -> Endpoint:
         api_key_env=settings.api_key_env,
         metrics_api_key_env=settings.metrics_api_key_env,
         basic_auth=basic_auth,
+        allow_destructive_reads=settings.allow_destructive_reads,
     )
     if settings.ca:
         if not Path(settings.ca).is_file():

@@ -216,6 +216,16 @@ def test_what_was_held_before_the_load_may_be_held_after_it(made: Any) -> None:
     assert gates.returns_to_idle([analysis]).verdict == PASS
 
 
+def test_an_engine_that_keeps_its_idle_cache_is_not_said_to_leak(made: Any) -> None:
+    analysis = made(after=[snapshot(T0 + 5, used_blocks=300)])
+    record = msgspec.structs.replace(analysis.run.record, engine="lmdeploy")
+    kept = dataclasses.replace(analysis, run=dataclasses.replace(analysis.run, record=record))
+    gate = gates.returns_to_idle([kept])
+    assert gate.verdict == PASS
+    assert "no sign of a leak" in gate.text
+    assert gates.returns_to_idle([analysis]).verdict == FAIL
+
+
 def test_quality_passes_at_its_rate_and_shows_the_bound(made: Any) -> None:
     good, bad = made(quality_run(298)), made(quality_run(280))
     passed = gates.quality([good], 0.98)
