@@ -29,7 +29,7 @@ def test_the_suite_judges_a_real_vllm(tmp_path: Path) -> None:
     assert verdict["engine_version"].startswith("0.")
     gates = {(gate["name"], gate.get("lane", "")): gate for gate in verdict["gates"]}
     assert {gate["verdict"] for gate in verdict["gates"]} <= {"PASS", "INVALID"}, printed
-    for name in (("near_max_served", "nearmax"), ("over_limit_refused", "overlimit"), ("quality", "")):
+    for name in (("near_max_served", "nearmax"), ("over_limit_refused", "overlimit"), ("quality", "quality")):
         assert gates[name]["verdict"] == "PASS", printed
     assert all(gate.get("applicable", True) for gate in verdict["gates"]), "vLLM can preempt and can reject"
 
