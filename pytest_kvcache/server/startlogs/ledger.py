@@ -81,7 +81,8 @@ def _v1(line: str, free: float, total: float, share: float, allowed: float, *hel
             f" the share is {share:.3g} x {total:g} = {allowed:g} GiB: {fits}"
         )
         if gap > _ROUNDING_GIB:
-            notes.append(f"the pool was sized before the graphs ({graphs:g} GiB) were there: {free - spent:.2f} GiB of the card stay free, and no more")
+            left = f"{free - spent:.2f} GiB are left" if spent < free else f"{spent - free:.2f} GiB more than there was: out of memory is near"
+            notes.append(f"the pool was sized before the graphs ({graphs:g} GiB) were there; {free:g} GiB were free at the start: {left}")
     for text in _SUGGESTED.findall(line):
         suggested = int(text)
         floor = (free - weights - peak - other - graphs) * _GIB
