@@ -15,7 +15,7 @@ from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader
 class TrtllmLog(LogReader):
     """Models with several attention windows have a pool for each; blocks are then their sum."""
 
-    ENGINE = "trtllm"
+    ENGINE = "trtllm_serve"
     TITLE = "TensorRT-LLM"
     HINT = re.compile(r"kv.cache|tokens per block|max_seq_len|max_batch_size|maxBatchSize|maxSequenceLen|enable_block_reuse", re.IGNORECASE)
     SIGN = re.compile(r"\[TensorRT-LLM\]|\[TRT-LLM\]|\btensorrt_llm\b|paged KV cache|k/v cache\.")
