@@ -88,7 +88,9 @@ def _order(card: Card) -> tuple[str, int, str, str]:
 
 def _shown(card: Card) -> str:
     host, uuid, index, part = card
-    return clean(" ".join(word for word in (host, f"gpu {index}" if index else uuid, f"instance {part}" if part else "") if word), 100) or "(no labels)"
+    return (
+        clean(" ".join(word for word in (host, f"gpu {index}" if index else uuid, f"instance {part}" if part else "") if word), 100) or "(no labels)"
+    )
 
 
 def _users(labels: Mapping[str, str]) -> dict[str, str]:

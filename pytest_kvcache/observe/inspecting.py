@@ -19,6 +19,7 @@ from pytest_kvcache.observe.dcgm import read_dcgm
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.observe.joining import join_samples, telling_servers_apart
 from pytest_kvcache.observe.pasted import MOST_BYTES, Pasted, body_paths, error_of, sort_text
+from pytest_kvcache.observe.prometheus import Fleet
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 from pytest_kvcache.records import GpuRow
 from pytest_kvcache.server.causes import diagnose
@@ -73,7 +74,9 @@ def read_source(name: str) -> Pasted:
                 if more:
                     cut = "its first 32 MiB and its last 2 MiB were read, and what lies between was not"
     except OSError as error:
-        raise UsageError(f"it cannot be read: {error.strerror or error}", where=clean(name, 200), hint="FILE..., a URL, or - for standard input") from None
+        raise UsageError(
+            f"it cannot be read: {error.strerror or error}", where=clean(name, 200), hint="FILE..., a URL, or - for standard input"
+        ) from None
     except ValueError:  # a name with a zero byte
         raise UsageError("this is no name of a file", where=clean(name, 200)) from None
     pasted = sort_text("standard input" if name == "-" else clean(Path(name).name, 100), data)
@@ -234,8 +237,10 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
         pool, used = found.quantities["pool_tokens"], values.get("used_tokens")
         if isinstance(used, Reading) and isinstance(pool, Reading) and isinstance(found.quantities["free_tokens"], Missing):
             free = int(pool.number() - used.number())
-            found.quantities["free_tokens"] = Reading(free, "tokens", "pool_tokens - used_tokens of the last periodic line") if free >= 0 else Missing(
-                "the log's used tokens are more than its pool"
+            found.quantities["free_tokens"] = (
+                Reading(free, "tokens", "pool_tokens - used_tokens of the last periodic line")
+                if free >= 0
+                else Missing("the log's used tokens are more than its pool")
             )
     found.notes += [*log.notes, *(f"memory: {note}" for note in memory_notes(text))]
     failure = diagnose(text)
@@ -261,3 +266,23 @@ def _nothing(pasted: Sequence[Pasted], raw: RawState) -> str:
         shown = "; ".join(repr(clean(redact(line), 120)) for line in lines)
         reasons = [f"no engine is known by this text{f', which begins {shown}' if shown else ''}"]
     return "cannot judge: " + ("; ".join(reasons) or "what was given tells no quantity")
+
+
+def of_fleet(fleet: Fleet) -> Inspection:
+    """Return what a Prometheus server tells of a fleet, as an Inspection with one row a target."""
+    whole = fleet.whole
+    ranks = {name: {n: value.to_value() for n, value in record.quantities.items()} for name, record in fleet.targets.items()}
+    notes = list(whole.notes)
+    if fleet.skipped:
+        notes.append(f"{len(fleet.skipped)} targets match and are no engine that is known: {', '.join(fleet.skipped[:6])}")
+    notes.append("Prometheus repeats a value until the next scrape: these are as old as its scrape interval at most")
+    return Inspection(
+        engine=whole.engine,
+        title=fleet.title,
+        version=whole.version,
+        quantities={name: value.to_value() for name, value in whole.quantities.items()},
+        ranks=ranks if len(ranks) > 1 else {rank: {n: v.to_value() for n, v in values.items()} for rank, values in whole.per_rank.items()},
+        notes=notes,
+        inputs=[f"Prometheus {whole.endpoint}: {len(fleet.targets)} targets"],
+        judged=any(isinstance(record.to_value(), Reading) for record in whole.quantities.values()),
+    )

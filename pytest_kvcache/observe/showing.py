@@ -110,7 +110,9 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _cell(value: Value | None) -> str:
-    return clean(units.show(value.value, value.unit), 60) if isinstance(value, Reading) else "n/a" if value is not None and value.cannot_happen else "-"
+    return (
+        clean(units.show(value.value, value.unit), 60) if isinstance(value, Reading) else "n/a" if value is not None and value.cannot_happen else "-"
+    )
 
 
 def _gpu_table(rows: list[GpuRow]) -> str:

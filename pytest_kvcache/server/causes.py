@@ -73,7 +73,8 @@ def _n(text: str) -> int:
 
 
 def _down(value: float, digits: int = 3) -> float:
-    return math.floor(value * 10**digits + 1e-9) / 10**digits
+    scale = float(10**digits)
+    return math.floor(value * scale + 1e-9) / scale
 
 
 def _free_short(match: re.Match[str], _: str) -> tuple[str, str]:
@@ -88,7 +89,9 @@ def _free_short(match: re.Match[str], _: str) -> tuple[str, str]:
 def _pool_small(match: re.Match[str], _: str) -> tuple[str, str]:
     length, needed, there = _n(match.group(1)), float(match.group(2)), float(match.group(3))
     estimate = _n(match.group(4)) if match.group(4) else 0
-    means = f"one request of the max length {length:,} needs {needed:g} GiB of KV cache and the pool has {there:g} GiB: {needed - there:.2f} GiB short"
+    means = (
+        f"one request of the max length {length:,} needs {needed:g} GiB of KV cache and the pool has {there:g} GiB: {needed - there:.2f} GiB short"
+    )
     if not needed > there:
         means = f"one request of the max length {length:,} does not fit the pool (both figures are printed as {needed:g} GiB)"
     if not estimate:
@@ -143,7 +146,9 @@ def _nothing_left(_: re.Match[str], text: str) -> tuple[str, str]:
 
 def _profiling(match: re.Match[str], _: str) -> tuple[str, str]:
     before, after = float(match.group(1)), float(match.group(2))
-    means = f"while vLLM measured, another process gave {after - before:.2f} GiB back ({before:g} to {after:g} GiB free): a size taken now would be wrong"
+    means = (
+        f"while vLLM measured, another process gave {after - before:.2f} GiB back ({before:g} to {after:g} GiB free): a size taken now would be wrong"
+    )
     return means, "start one server on a card at a time, and start again"
 
 
@@ -179,7 +184,7 @@ def _mem_fraction(match: re.Match[str], text: str) -> tuple[str, str]:
         rf"mem[-_]fraction[-_]static[= ]{_F}", tail
     )
     at = f" {float(stated.group(1)):g}" if stated else ""
-    least = re.search(rf"(?:minimum|at least|min)[^0-9\n]{{0,40}}(0\.[0-9]{{2,6}})", match.string)
+    least = re.search(r"(?:minimum|at least|min)[^0-9\n]{0,40}(0\.[0-9]{2,6})", match.string)
     means = f"the weights alone exceed the share of the card that --mem-fraction-static{at} allows: nothing is left for the KV cache"
     weights = re.search(rf"Load weight end\.[^\n]{{0,300}}?mem usage={_F} ?GB", tail)
     if weights is not None:
@@ -218,11 +223,17 @@ def _out_of_memory(match: re.Match[str], text: str) -> tuple[str, str]:
 def _port(match: re.Match[str], _: str) -> tuple[str, str]:
     where = re.search(r"\('?([^',()]{0,60})'?, ([0-9]{1,5})\)|port:? ?([0-9]{1,5})|:([0-9]{2,5})\b", match.string)
     port = next((group for group in where.groups()[1:] if group), "") if where else ""
-    return f"port {port} is taken by another process" if port else "the port is taken by another process", "end that process, or choose another --port"
+    return (
+        f"port {port} is taken by another process" if port else "the port is taken by another process",
+        "end that process, or choose another --port",
+    )
 
 
 def _tgi_total(match: re.Match[str], _: str) -> tuple[str, str]:
-    return f"one request of {_n(match.group(1)):,} tokens (--max-total-tokens) does not fit the memory that is left", "lower --max-total-tokens, or quantise"
+    return (
+        f"one request of {_n(match.group(1)):,} tokens (--max-total-tokens) does not fit the memory that is left",
+        "lower --max-total-tokens, or quantise",
+    )
 
 
 def _tgi_prefill(match: re.Match[str], _: str) -> tuple[str, str]:
@@ -230,7 +241,10 @@ def _tgi_prefill(match: re.Match[str], _: str) -> tuple[str, str]:
 
 
 def _tgi_batch(_: re.Match[str], __: str) -> tuple[str, str]:
-    return "the pool is smaller than one request of the max length", "lower --max-total-tokens to the pool's tokens, or raise --max-batch-total-tokens"
+    return (
+        "the pool is smaller than one request of the max length",
+        "lower --max-total-tokens to the pool's tokens, or raise --max-batch-total-tokens",
+    )
 
 
 def _lmdeploy(match: re.Match[str], _: str) -> tuple[str, str]:
@@ -244,13 +258,19 @@ def _lmdeploy(match: re.Match[str], _: str) -> tuple[str, str]:
 
 
 def _trt_tokens(_: re.Match[str], __: str) -> tuple[str, str]:
-    return "the pool does not hold one sequence of the max length", "lower max_seq_len (or the max input and output), or raise the memory fraction of the KV cache"
+    return (
+        "the pool does not hold one sequence of the max length",
+        "lower max_seq_len (or the max input and output), or raise the memory fraction of the KV cache",
+    )
 
 
 def _llama_kv(_: re.Match[str], text: str) -> tuple[str, str]:
     asked = re.search(rf"allocating {_F} MiB", text[-(1 << 20) :])
     size = f" of {asked.group(1)} MiB" if asked else ""
-    return f"the buffer{size} for the KV cache could not be had", "use a smaller context (-c), fewer slots (-np), or a quantised KV cache (-ctk q8_0 -ctv q8_0)"
+    return (
+        f"the buffer{size} for the KV cache could not be had",
+        "use a smaller context (-c), fewer slots (-np), or a quantised KV cache (-ctk q8_0 -ctv q8_0)",
+    )
 
 
 def _llama_flash(_: re.Match[str], __: str) -> tuple[str, str]:
@@ -262,7 +282,10 @@ def _known(pattern: str, tell: Explain) -> tuple[re.Pattern[str], Explain]:
 
 
 _KNOWN: tuple[tuple[re.Pattern[str], Explain], ...] = (
-    _known(rf"Free memory on device[^(]{{0,40}}\({_F}/{_F} ?GiB\) on startup is less than desired GPU memory utilization \({_F}, {_F} ?GiB\)", _free_short),
+    _known(
+        rf"Free memory on device[^(]{{0,40}}\({_F}/{_F} ?GiB\) on startup is less than desired GPU memory utilization \({_F}, {_F} ?GiB\)",
+        _free_short,
+    ),
     _known(
         rf"max seq len \({_N}\), \({_F} GiB KV cache is needed, which is larger than the available KV cache memory \({_F} GiB\)"
         rf"(?:[^\n]{{0,60}}?estimated maximum model length is {_N})?",

@@ -93,7 +93,9 @@ def test_mig_instances_and_shared_cards() -> None:
 
 
 def test_labels_that_prometheus_renamed_are_those_of_the_workload() -> None:
-    row = rows(*(line(field, 10, pod="dcgm-exporter-x", exported_pod="vllm-0", namespace="gpu", exported_namespace="prod") for field in ("USED", "FREE")))[0]
+    row = rows(
+        *(line(field, 10, pod="dcgm-exporter-x", exported_pod="vllm-0", namespace="gpu", exported_namespace="prod") for field in ("USED", "FREE"))
+    )[0]
     assert row.labels == {"pod": "vllm-0", "namespace": "prod"}
 
 

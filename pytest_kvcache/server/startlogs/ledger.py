@@ -89,7 +89,9 @@ def _v1(line: str, free: float, total: float, share: float, allowed: float, *hel
         if suggested <= 0:
             notes.append(f"the log suggests --kv-cache-memory={suggested}, which cannot be: do not copy it")
         elif suggested > floor:
-            notes.append(f"the log suggests --kv-cache-memory={suggested} ({suggested / _GIB:.2f} GiB), more than the {floor / _GIB:.2f} GiB that were free for it")
+            notes.append(
+                f"the log suggests --kv-cache-memory={suggested} ({suggested / _GIB:.2f} GiB), more than the {floor / _GIB:.2f} GiB that were free for it"
+            )
         else:
             notes.append(f"the log suggests --kv-cache-memory={suggested} ({suggested / _GIB:.2f} GiB)")
     return notes

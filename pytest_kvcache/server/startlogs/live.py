@@ -16,7 +16,9 @@ from pytest_kvcache.server.startlogs.reading import FLOAT, INT, to_int
 _VLLM = re.compile(
     rf"Running: {INT} reqs,(?: Swapped: {INT} reqs,)? (?:Waiting|Pending): {INT} reqs,[^\n]{{0,200}}?\b(?!CPU)\w{{2,10}}(?: \+ host)? KV cache usage: {FLOAT}%"
 )
-_VLLM_CPU = re.compile(rf"Running: {INT} reqs,(?: Swapped: {INT} reqs,)? (?:Waiting|Pending): {INT} reqs,[^\n]{{0,200}}?\bCPU KV cache usage: {FLOAT}%")
+_VLLM_CPU = re.compile(
+    rf"Running: {INT} reqs,(?: Swapped: {INT} reqs,)? (?:Waiting|Pending): {INT} reqs,[^\n]{{0,200}}?\bCPU KV cache usage: {FLOAT}%"
+)
 _ENGINE = re.compile(r"\bEngine ([0-9]{1,5}): ")
 _SGLANG = re.compile(rf"#running-req: {INT}, (?:#(?:full )?token: {INT}, )?[^\n]{{0,200}}?\btoken usage: {FLOAT}\b[^\n]{{0,300}}?#queue-req: {INT}")
 _SGLANG_PREFILL = re.compile(rf"\btoken usage: {FLOAT}, #running-req: {INT}, #queue-req: {INT}")
@@ -47,7 +49,9 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
     for name in ("running", "waiting", "swapped", "used_tokens"):
         told = [row[name] for row, _ in rows.values() if name in row]
         if len(told) == len(rows):
-            values[name] = Reading(int(sum(told)), QUANTITIES[name].unit, source if len(rows) == 1 else f"sum over {len(rows)} engines of the {source}")
+            values[name] = Reading(
+                int(sum(told)), QUANTITIES[name].unit, source if len(rows) == 1 else f"sum over {len(rows)} engines of the {source}"
+            )
     usages = {engine: row["usage"] for engine, (row, _) in rows.items()}
     notes = ["usage, running and waiting are those of the last periodic line of the log, rounded as it prints them"]
     if any(usage > 1 for usage in usages.values()):

@@ -22,7 +22,9 @@ class VllmLog(LogReader):
 
     ENGINE = "vllm"
     TITLE = "vLLM"
-    HINT = re.compile(r"blocks|KV cache|max.model.len|LLM engine|Maximum concurrency|args: |gpu_memory_utilization|kv.cache|block size", re.IGNORECASE)
+    HINT = re.compile(
+        r"blocks|KV cache|max.model.len|LLM engine|Maximum concurrency|args: |gpu_memory_utilization|kv.cache|block size", re.IGNORECASE
+    )
     SIGN = re.compile(
         r"\bvllm\b|EngineCore|[Gg]pu.memory.utilization|GPU memory utilization|reqs, (?:Waiting|Swapped|Deferred)\b|# ?\w{1,20} blocks: [0-9]"
         r"|max seq len \([0-9]|Available memory on node [0-9]|HiSparse|for the cache blocks|No common block size|Error in memory profiling",
@@ -134,7 +136,9 @@ class VllmLog(LogReader):
                 blocks = values["pool_blocks"][0]
                 size = round(values["max_concurrency"][0] * float(self.found["max_model_len"][0]) / blocks) if blocks else 0
                 if size in {8, 16, 32, 64, 128}:
-                    notes.append(f"{blocks:,.0f} blocks x {size} tokens = {blocks * size:,.0f} tokens; {size} is the block size that the concurrency implies")
+                    notes.append(
+                        f"{blocks:,.0f} blocks x {size} tokens = {blocks * size:,.0f} tokens; {size} is the block size that the concurrency implies"
+                    )
             if "pool_tokens" in values and "max_concurrency" in values and "max_model_len" in self.found:
                 tokens, length = values["pool_tokens"][0], float(self.found["max_model_len"][0])
                 if abs(values["max_concurrency"][0] - tokens / length) > max(0.011, 0.011 * tokens / length):
