@@ -264,7 +264,10 @@ def _nothing(pasted: Sequence[Pasted], raw: RawState) -> str:
     if not reasons and raw.metrics is None and not raw.json:
         lines = [line for part in pasted for line in part.log.splitlines() if line.strip()][:2]
         shown = "; ".join(repr(clean(redact(line), 120)) for line in lines)
-        reasons = [f"no engine is known by this text{f', which begins {shown}' if shown else ''}"]
+        if any(part.json for part in pasted) and not shown:
+            reasons = ["none of the JSON bodies is one that a dialect reads"]
+        else:
+            reasons = [f"no engine is known by this text{f', which begins {shown}' if shown else ''}"]
     return "cannot judge: " + ("; ".join(reasons) or "what was given tells no quantity")
 
 

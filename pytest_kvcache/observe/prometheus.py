@@ -17,7 +17,7 @@ from typing import Any
 from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Sample, Samples, clean, detect, read, read_values
 from pytest_kvcache.errors import CannotJudge, EndpointRefused, UnknownEngine, UsageError
 from pytest_kvcache.observe.joining import telling_servers_apart
-from pytest_kvcache.observe.sampler import SAMPLED
+from pytest_kvcache.observe.sampled import SAMPLED
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import SnapshotRecord, TelemetryRow
 from pytest_kvcache.server.address import Endpoint, parse_endpoint
@@ -89,12 +89,17 @@ class Prometheus:
         self.timeout_s = timeout_s
         self.dialects = list(DIALECTS.values() if dialects is None else dialects)
         self._wanted = frozenset[str]().union(*(dialect.wanted for dialect in self.dialects))
+        self._names_held: list[str] = []
         self._client = self.endpoint.client(timeout_s=timeout_s, metrics=True)
 
     def __enter__(self) -> Prometheus:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
         self._client.close()
 
     def window(self, start_wall_s: float, end_wall_s: float, step_s: float) -> list[Target]:
@@ -171,6 +176,20 @@ class Prometheus:
         several = telling_servers_apart(first, *_TARGET) if len(states) > 1 else first
         whole = read(several, self._state(Samples(joined, frozenset(joined))), wall_s, self.endpoint.shown)
         return Fleet(whole, targets, first.title, tuple(skipped))
+
+    def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, float]:
+        """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and the Unix time of the newest.
+
+        Unlike ``snapshot`` it sees when a value was scraped, and takes none that is older. Raises what ``window`` raises.
+        """
+        if not self._names_held:
+            self._names_held = self._names(wall_s - 3600, wall_s)
+        query = f"{self._query(self._names_held)}[{round(reach_s * 1000)}ms]"
+        series = self._result("/api/v1/query", {"query": query, "time": f"{wall_s:.3f}"}, "matrix")
+        if not series:
+            raise CannotJudge(f"Prometheus has scraped none of the targets for {reach_s:g} s", where=self.endpoint.shown)
+        newest = max(points[-1][0] for _, points in series)
+        return _samples((labels, points[-1][1]) for labels, points in series), newest
 
     def _state(self, samples: Samples) -> RawState:
         state = RawState(metrics=samples)

@@ -10,18 +10,20 @@ from typing import Any
 
 import httpx
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, clean, detect, named, read, signs
+from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, detect, named, read, signs
 from pytest_kvcache.errors import EndpointUnreachable
+from pytest_kvcache.observe.answers import MOST_METRICS_BYTES, refusal, samples_of
+from pytest_kvcache.observe.elsewhere import Elsewhere
 from pytest_kvcache.observe.exposition import parse_samples
+from pytest_kvcache.observe.joining import telling_servers_apart
 from pytest_kvcache.quantities import Missing, Value
 from pytest_kvcache.records import SnapshotRecord
 from pytest_kvcache.server.address import Endpoint
 from pytest_kvcache.server.startlog import read_facts
-from pytest_kvcache.server.transport import Answer, ask, error_text
+from pytest_kvcache.server.transport import Answer, ask
 
 __all__ = ["Reader", "detect_endpoint", "fetch", "parse_samples", "take_snapshot", "take_snapshot_raw"]
 
-MOST_METRICS_BYTES = 32 << 20
 MOST_JSON_BYTES = 4 << 20
 # A start-up is told in the first lines; what follows is one line a request.
 LOG_HEAD_BYTES = 1 << 20
@@ -55,6 +57,7 @@ class Reader:
         self._metrics = endpoint.client(timeout_s=timeout_s, metrics=True)
         self._metrics.headers["Accept"] = _ACCEPT
         self._api = endpoint.client(timeout_s=timeout_s)
+        self._elsewhere = Elsewhere.of(endpoint, self._wanted, timeout_s)
         self._once: dict[str, Any | Missing] = {}
         self._answered = False
         self._failure: EndpointUnreachable | None = None
@@ -69,6 +72,8 @@ class Reader:
         """Close the connections. A read that is under way in another thread then fails."""
         self._metrics.close()
         self._api.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     @property
     def silence(self) -> EndpointUnreachable | None:
@@ -83,13 +88,22 @@ class Reader:
         """
         self._answered, self._failure = False, None
         raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
-        answer = self._get(self._metrics, "/metrics", MOST_METRICS_BYTES)
-        samples = answer if isinstance(answer, Missing) else _samples(answer, self._wanted)
+        answer: Answer | Missing
+        samples: Samples | Missing
+        if self._elsewhere is not None:
+            answer = Missing("/metrics was read elsewhere")
+            samples = self._elsewhere.look(repeat=once)
+            self._answered = not isinstance(samples, Missing)
+        else:
+            answer = self._get(self._metrics, "/metrics", MOST_METRICS_BYTES)
+            samples = answer if isinstance(answer, Missing) else samples_of(answer, self._wanted)
         if isinstance(samples, Missing):
             raw.metrics_reason = samples.reason
         else:
             raw.metrics = samples
             raw.text = answer.body.decode("utf-8", "replace") if keep_text and isinstance(answer, Answer) else ""
+            if keep_text and self._elsewhere is not None:
+                raw.text = self._elsewhere.text
         sure = signs(raw, self.candidates)[0] or self.candidates
         paths = {path.path: path.per_sample for dialect in sure for path in dialect.json_paths}
         raw.json = {path: self._read_json(path, once or moves) for path, moves in paths.items()}
@@ -120,50 +134,13 @@ class Reader:
         return Missing(f"{path}: {error.what}")
 
 
-def _samples(answer: Answer, wanted: frozenset[str]) -> Samples | Missing:
-    """Return the samples of an answer of /metrics, or in one sentence why it is no exposition."""
-    reason = _refusal("/metrics", answer, "--kv-metrics-api-key-env")
-    if reason:
-        return Missing(reason)
-    if answer.is_html:
-        title = error_text(answer)
-        return Missing(f"/metrics answers with a web page{f' ({title})' if title else ''}: a login page or a gateway stands in the way")
-    if answer.body.lstrip()[:1] in {b"{", b"["} and answer.value is not None:
-        return Missing("/metrics answers with JSON and not with the text format: another engine, or another page of it")
-    samples = parse_samples(answer.body, wanted)
-    if not samples.names:
-        return Missing("/metrics answers with text that holds no sample")
-    return samples
-
-
 def _json(path: str, answer: Answer) -> Any | Missing:
-    reason = _refusal(path, answer, "--kv-api-key-env")
+    reason = refusal(path, answer, "--kv-api-key-env")
     if reason:
         return Missing(reason)
     if answer.value is None:
         return Missing(f"{path} answers with a web page" if answer.is_html else f"{path} answers with text that is not JSON")
     return answer.value
-
-
-def _refusal(path: str, answer: Answer, key_flag: str) -> str:
-    """Return why an answer is of no use whatever its form should be; "" where it may be. Each way of failing has its own text."""
-    status, said = answer.status, clean(error_text(answer), 200)
-    saying = f": {said}" if said else ""
-    if status in (401, 403):
-        return f"{path} answers HTTP {status}: it wants a key, whose environment variable {key_flag} names{saying}"
-    if status == 404:
-        return f"{path} answers HTTP 404: there is no such page"
-    if status == 501:
-        return f"{path} answers HTTP 501{saying or ': it is switched off'}"
-    if 300 <= status < 400:
-        return f"{path} answers HTTP {status}: it redirects, and redirects are not followed"
-    if status != 200:
-        return f"{path} answers HTTP {status}{saying}"
-    if answer.cut:
-        return f"{path} is longer than {len(answer.body) >> 20} MiB and was not read"
-    if not answer.body.strip():
-        return f"{path} answers HTTP 200 with an empty body: nothing is told, which is not zero"
-    return ""
 
 
 def fetch(
@@ -188,9 +165,14 @@ def detect_endpoint(endpoint: Endpoint, engine: str = "auto", extra: Sequence[Di
     Raises UsageError for an unknown name, UnknownEngine (with what was seen) and EndpointUnreachable.
     """
     if engine != "auto":
-        return named(engine, extra)
+        return _apart(endpoint, named(engine, extra))
     candidates = [*extra, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in extra})]
-    return detect(fetch(endpoint, timeout_s=timeout_s, candidates=candidates), candidates)
+    return _apart(endpoint, detect(fetch(endpoint, timeout_s=timeout_s, candidates=candidates), candidates))
+
+
+def _apart(endpoint: Endpoint, dialect: Dialect) -> Dialect:
+    """Return the dialect, able to tell the servers apart where several are read for one endpoint."""
+    return telling_servers_apart(dialect) if len(endpoint.metrics) > 1 or endpoint.prometheus is not None else dialect
 
 
 def take_snapshot_raw(
@@ -203,7 +185,7 @@ def take_snapshot_raw(
     """
     wall_s = time.time()
     raw = fetch(endpoint, dialect, log=log, timeout_s=timeout_s)
-    return read(dialect if dialect is not None else detect(raw), raw, wall_s, endpoint.shown), raw.text
+    return read(dialect if dialect is not None else _apart(endpoint, detect(raw)), raw, wall_s, endpoint.shown), raw.text
 
 
 def take_snapshot(endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0) -> SnapshotRecord:
