@@ -24,7 +24,7 @@ from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 from pytest_kvcache.records import GpuRow
 from pytest_kvcache.server.causes import diagnose
 from pytest_kvcache.server.redaction import redact
-from pytest_kvcache.server.startlog import READERS, StartLog, read_log
+from pytest_kvcache.server.startlog import READERS, StartLog, read_log, starts_of
 from pytest_kvcache.server.startlogs.ledger import memory_notes
 from pytest_kvcache.server.startlogs.live import live_values
 
@@ -242,7 +242,7 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
                 if free >= 0
                 else Missing("the log's used tokens are more than its pool")
             )
-    found.notes += [*log.notes, *(f"memory: {note}" for note in memory_notes(text))]
+    found.notes += [*log.notes, *(f"memory: {note}" for note in memory_notes(starts_of(text)))]
     failure = diagnose(text)
     if failure is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from typing import Any
 
 from pytest_kvcache import units
@@ -101,8 +102,17 @@ def _space(quantities: dict[str, Value]) -> str:
 
 
 def _shown(name: str, value: Reading, quantities: dict[str, Value]) -> str:
+    if name == "start_time":
+        return _utc(value.number())
     shown = clean(units.show(value.value, value.unit), 80)
     return f"{shown} ({_space(quantities)})" if name == "usage" else shown
+
+
+def _utc(wall_s: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_s))
+    except (ValueError, OverflowError, OSError):
+        return f"{wall_s:g} s"
 
 
 def _wrapped(text: str, width: int) -> str:

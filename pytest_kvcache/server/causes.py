@@ -22,6 +22,7 @@ _UP = re.compile(
     r"|\bConnected$|HTTP Server started|Avg thr \(in/out\)|Started GRPCInferenceService"
 )
 _SAME_RATE = 0.02
+_MOST_CHARS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def diagnose(text: str) -> Diagnosis | None:
     if not cause:
         return None
     means, change = explain(cause, text)
-    lines = log_lines(text)
+    lines = log_lines(text[-_MOST_CHARS:])
     failed = [number for number, line in enumerate(lines) if cause[:60] in " ".join(strip_prefix(line).split())]
     up = next((number for number, line in enumerate(lines) if _UP.search(line)), None)
     return Diagnosis(cause, means, change, after_start=up is not None and bool(failed) and failed[-1] > up)

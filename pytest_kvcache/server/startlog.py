@@ -24,7 +24,7 @@ __all__ = ["READERS", "StartLog", "facts", "last_lines", "read_facts", "read_log
 
 READERS: tuple[type[LogReader], ...] = (VllmLog, LlamaLog, SglangLog, TrtllmLog, TgiLog, LmdeployLog)
 
-_MAX_TEXT = 16 << 20
+_MAX_TEXT = 4 << 20
 _MAX_LINE = 8000  # vLLM prints its whole configuration in one
 _MAX_SOURCE = 200
 
@@ -77,7 +77,7 @@ def facts(text: str) -> dict[str, Value]:
 def read_log(text: str) -> StartLog:
     """Return what a start-up log states and whose it is. Never raises."""
     readers = [reader() for reader in READERS]
-    for line in log_lines(text[:_MAX_TEXT], _MAX_LINE):
+    for line in log_lines(starts_of(text), _MAX_LINE):
         for reader in readers:
             reader.take(line)
     # A line of one engine that another's log quotes must not become a fact: the engine that most lines speak of is believed.
@@ -87,6 +87,19 @@ def read_log(text: str) -> StartLog:
     stated = best.facts()
     found: dict[str, Value] = {name: Reading(value, QUANTITIES[name].unit, _source(line)) for name, (value, line) in stated.items()}
     return StartLog(best.ENGINE, best.TITLE, best.version, found, tuple(best.notes()))
+
+
+def starts_of(text: str) -> str:
+    """Return the parts of a log that tell of a start: its beginning and, of a long one, what follows the last sign of a restart."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    head = text[: _MAX_TEXT // 2]
+    words = [reader.START for reader in READERS if reader.START] + ["LLM engine (v", "llama_context: constructing"]
+    last = max(text.rfind(word) for word in words)
+    if last < len(head):
+        return head
+    last = text.rfind("\n", 0, last) + 1
+    return head + "\n" + text[last : last + _MAX_TEXT // 2]
 
 
 def _source(line: str) -> str:

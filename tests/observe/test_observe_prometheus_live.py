@@ -126,7 +126,7 @@ def test_what_a_selector_misses_is_said(fleet: Fleet) -> None:
     with pytest.raises(CannotJudge, match="no dialect reads any of them"):
         snapshot(fleet.url, 'job="java"')
     assert len(snapshot(fleet.url).targets) == 2, "servers of something else are passed over"
-    with pytest.raises(EndpointRefused, match="does not take the query|HTTP 400"):
+    with pytest.raises(EndpointRefused, match="does not take the query"):
         snapshot(fleet.url, 'job=~"("')
     with pytest.raises(EndpointRefused, match="no Prometheus API"):
         snapshot(fleet.url + "/deeper", "")
@@ -144,7 +144,10 @@ def test_inspect_shows_the_fleet_and_a_window(fleet: Fleet, capsys: pytest.Captu
     assert told["quantities"]["used_blocks"]["value"] == 1200
     assert len(told["per_rank"]) == 2
     length = f"{int(fleet.idle_from - fleet.loaded_from) + 2}s"
-    assert main(["inspect", "--prometheus", fleet.url, "--selector", 'job="vllm"', "--at", str(fleet.idle_from), "--window", length, "--step", "0.5s"]) == 0
+    assert (
+        main(["inspect", "--prometheus", fleet.url, "--selector", 'job="vllm"', "--at", str(fleet.idle_from), "--window", length, "--step", "0.5s"])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "90.0 %" in shown
     assert "100 blocks" in shown, "a peak is never shown without what was free"

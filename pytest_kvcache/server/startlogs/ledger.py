@@ -31,7 +31,7 @@ def memory_notes(text: str) -> list[str]:
     """Return one sentence for each memory line of a start-up log, with its figures added up. Never raises; sizes are in GiB."""
     notes: dict[str, None] = {}
     budget: tuple[float, float, float] | None = None
-    for line in log_lines(text[: 16 << 20], 2000):
+    for line in log_lines(text[: 4 << 20], 2000):
         if "emory" not in line and "gpu_mem" not in line and "took" not in line:
             continue
         match = _V0_BUDGET.search(line)

@@ -35,7 +35,7 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
     ``usage`` is 0 to 1. Where several engines differ in usage it is Missing, for a log does not tell their pools' weights.
     """
     rows: dict[str, tuple[Row, str]] = {}
-    for line in log_lines(text[-(16 << 20) :], 2000):
+    for line in log_lines(text[-(1 << 20) :], 2000):
         if _HINT.search(line) is None:
             continue
         found = _row(line)

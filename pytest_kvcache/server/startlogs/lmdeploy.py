@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader, Rule, Sourced, to_bytes, to_flag, to_int
 
-_CACHE = r"\bCacheConfig\([^\n]{0,1500}?\b"
+_CACHE = r"\A[^\n]{0,300}?\bCacheConfig\([^\n]{0,1500}?\b"
 
 
 class LmdeployLog(LogReader):

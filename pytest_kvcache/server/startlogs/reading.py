@@ -17,6 +17,9 @@ FLOAT = r"([0-9]{1,15}(?:\.[0-9]{1,18})?)"
 # Engines divide by 2^30 and 2^20 and print "GB" and "MB" all the same.
 _BYTES = {"MIB": 1 << 20, "GIB": 1 << 30, "MB": 1 << 20, "GB": 1 << 30}
 
+# Whose log it is shows in its first lines; later ones repeat.
+_MOST_SIGNED = 3000
+
 
 def to_int(text: str) -> int:
     """Return an integer that may hold thousands commas."""
@@ -46,24 +49,27 @@ class LogReader:
     HINT: ClassVar[re.Pattern[str]]
     SIGN: ClassVar[re.Pattern[str]]
     VERSION: ClassVar[re.Pattern[str] | None] = None
-    START: ClassVar[re.Pattern[str] | None] = None
+    START: ClassVar[str] = ""
     ONE: ClassVar[tuple[Rule, ...]] = ()
 
     def __init__(self) -> None:
         self.score = 0
+        self.lines = 0
         self.version = ""
         self.found: Sourced = {}
 
     def take(self, line: str) -> None:
         """Read one line and keep what it states."""
-        if self.START is not None and self.START.search(line):
+        self.lines += 1
+        if self.START and self.START in line:
             self.found.clear()
             self.restart()
-        if self.SIGN.search(line):
-            self.score += 1
-        if self.VERSION is not None and not self.version:
-            match = self.VERSION.search(line)
-            self.version = match.group(1) if match else ""
+        if self.lines <= _MOST_SIGNED:
+            if self.SIGN.search(line):
+                self.score += 1
+            if self.VERSION is not None and not self.version:
+                match = self.VERSION.search(line)
+                self.version = match.group(1) if match else ""
         if self.HINT.search(line):
             stated = self.read(line)
             self.score += 2 * len(stated)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader, Rule, Sourced, to_bytes, to_flag, to_int
 
-_ARGS = r"\bserver_args=ServerArgs\([^\n]{0,6000}?\b"
+_ARGS = r"\A[^\n]{0,300}?\bserver_args=ServerArgs\([^\n]{0,6000}?\b"
 
 
 class SglangLog(LogReader):
@@ -23,7 +23,7 @@ class SglangLog(LogReader):
         r"\bsglang\b|mem[-_]fraction[-_]static|#(?:running|queue)-req|\bmax_total_num_tokens=|KV Cache is allocated|[0-9] (?:DP[0-9]+ )?TP[0-9]+\]"
     )
     VERSION = re.compile(r"\bsglang[ =v]{1,12}([0-9]+\.[0-9][\w.]{0,20})", re.IGNORECASE)
-    START = re.compile(r"\bserver_args=ServerArgs\(")
+    START = "server_args=ServerArgs("
     ONE: ClassVar[tuple[Rule, ...]] = (
         ("kv_dtype", re.compile(rf"{_ARGS}kv_cache_dtype='([\w.]{{1,40}})'"), str),
         ("kv_dtype", re.compile(r"\bUsing KV cache dtype: ([\w.]{1,40})"), str),

@@ -19,7 +19,7 @@ class TgiLog(LogReader):
     HINT = re.compile(r"KV-cache|max.batch.total.tokens|max_total_tokens|prefix caching|kv_cache_dtype", re.IGNORECASE)
     SIGN = re.compile(r"text_generation_(?:launcher|router|server)|max[-_]batch[-_](?:total|prefill)[-_]tokens|`max_total_tokens|KV-cache blocks")
     VERSION = re.compile(r"\btext.generation.(?:router|launcher) v?([0-9]+\.[0-9]+\.[0-9]+)")
-    START = re.compile(r"text_generation_launcher: Args \{")
+    START = "text_generation_launcher: Args {"
     ONE: ClassVar[tuple[Rule, ...]] = (
         ("pool_blocks", re.compile(rf"KV-cache blocks: {INT}, size: "), to_int),
         ("block_size", re.compile(rf"KV-cache blocks: [0-9,]{{1,18}}, size: {INT}"), to_int),

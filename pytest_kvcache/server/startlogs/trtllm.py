@@ -17,10 +17,10 @@ class TrtllmLog(LogReader):
 
     ENGINE = "trtllm_serve"
     TITLE = "TensorRT-LLM"
-    HINT = re.compile(r"kv.cache|tokens per block|max_seq_len|max_batch_size|maxBatchSize|maxSequenceLen|enable_block_reuse", re.IGNORECASE)
+    HINT = re.compile(r"kv.cache|k/v cache|tokens per block|max_seq_len|max_batch_size|maxBatchSize|maxSequenceLen|enable_block_reuse", re.IGNORECASE)
     SIGN = re.compile(r"\[TensorRT-LLM\]|\[TRT-LLM\]|\btensorrt_llm\b|paged KV cache|k/v cache\.")
     VERSION = re.compile(r"TensorRT-LLM version: ([0-9][\w.]{0,30})")
-    START = re.compile(r"TensorRT-LLM version: ")
+    START = "TensorRT-LLM version: "
     ONE: ClassVar[tuple[Rule, ...]] = (
         ("block_size", re.compile(rf"Number of tokens per block: {INT}"), to_int),
         ("pool_blocks", re.compile(rf"Number of blocks in KV cache primary pool: {INT}"), to_int),

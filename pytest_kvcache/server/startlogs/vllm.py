@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader, Rule, Sourced, to_bytes, to_flag, to_int
 
-_CONFIG = r"Initializing an? [^\n]{0,80}LLM engine [^\n]{0,6000}?"
-_ARGS = r"(?:non-default args|args): [^\n]{0,6000}?"
+# Anchored, so that a hostile line that repeats the words costs no more than one that has them once.
+_CONFIG = r"\A[^\n]{0,300}?Initializing an? [^\n]{0,80}LLM engine [^\n]{0,6000}?"
+_ARGS = r"\A[^\n]{0,300}?(?:non-default args|args): [^\n]{0,6000}?"
 _LESS = 1e-9
 
 
@@ -30,7 +31,7 @@ class VllmLog(LogReader):
         r"|max seq len \([0-9]|Available memory on node [0-9]|HiSparse|for the cache blocks|No common block size|Error in memory profiling",
     )
     VERSION = re.compile(r"(?:LLM engine \(v|vLLM API server version |vLLM version )([0-9][\w.+]{0,30})")
-    START = re.compile(r"vLLM API server version ")
+    START = "vLLM API server version "
     ONE: ClassVar[tuple[Rule, ...]] = (
         ("max_model_len", re.compile(rf"\bUsing max model len {INT}"), to_int),
         ("max_model_len", re.compile(rf"Auto-fit max_model_len: reduced from [0-9]{{1,18}} to {INT}"), to_int),
@@ -64,7 +65,7 @@ class VllmLog(LogReader):
     IN_USE = re.compile(r"Current kv cache memory in use is ([0-9]{1,18}) bytes")
     ENGINE_NAME = re.compile(r"\bEngineCore_DP([0-9]{1,5})\b")
     WORKER_NAME = re.compile(r"\((?:Vllm)?(?:Ray)?Worker[^()]{0,80}\)")
-    CONFIGURED = re.compile(r"Initializing an? [^\n]{0,80}LLM engine ")
+    CONFIGURED = re.compile(r"\bInitializing an? [^\n]{0,80}LLM engine ")
 
     def __init__(self) -> None:
         super().__init__()
