@@ -48,10 +48,18 @@ class PrometheusServer:
     def __enter__(self) -> PrometheusServer:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
-        self.wait(f"count(up == 1) == {self.targets}", 30)
+        try:
+            self.wait(f"count(up == 1) == {self.targets}", 30)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server."""
         if self._process is not None:
             self._process.terminate()
             try:

@@ -103,6 +103,33 @@ def test_a_failed_start_is_told_with_what_to_change() -> None:
     assert "no sign of a running server" in sized
 
 
+INFO = 'vllm:cache_config_info{block_size="16",cache_dtype="auto",num_gpu_blocks="%s",engine="0"} 1.0\nvllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
+
+
+def test_a_pool_that_the_scrape_does_not_tell_comes_from_the_log() -> None:
+    scrape = INFO % "None"
+    assert value(told(scrape), "pool_blocks") is None, "None is not zero"
+    assert value(told(scrape, "INFO GPU KV cache size: 148,336 tokens\n"), "pool_blocks") == 9271
+
+
+def test_the_block_size_that_the_engine_aligned_wins_over_the_label() -> None:
+    found = told(INFO % "321", "INFO Setting attention block size to 544 tokens to ensure that attention page size is >= mamba page size.\n")
+    assert value(found, "block_size") == 544
+
+
+def test_one_live_process_of_eight_is_the_usage() -> None:
+    rows = "".join(f'vllm:kv_cache_usage_perc{{engine="0",model_name="m",pid="{pid}"}} {0.653 if pid == 3 else 0.0}\n' for pid in range(8))
+    assert value(told(INFO.splitlines()[0] % "1001" + "\n" + rows), "usage") == 0.653
+
+
+def test_a_token_figure_below_the_max_length_is_no_failure() -> None:
+    found = told("INFO GPU KV cache size: 37,392 tokens\nINFO Maximum concurrency for 262,144 tokens per request: 1.53x\n")
+    assert value(found, "max_concurrency") == 1.53
+    notes = " ".join(found["notes"])
+    assert "0.14" in notes
+    assert "failed" not in notes
+
+
 def test_two_scrapes_are_two_servers_and_the_same_text_twice_is_one() -> None:
     other = SCRAPE.replace('num_gpu_blocks="8193"', 'num_gpu_blocks="4097"').replace("} 0.5\n", "} 0.25\n")
     found = told(SCRAPE, other)

@@ -145,7 +145,7 @@ class VllmLog(LogReader):
                 if abs(values["max_concurrency"][0] - tokens / length) > max(0.011, 0.011 * tokens / length):
                     notes.append(
                         f"{tokens:,.0f} tokens / max length {length:,.0f} = {tokens / length:.2f}, and the engine states {values['max_concurrency'][0]:g}"
-                        " requests: several KV groups share the pool, so capacity is the engine's figure and not that quotient"
+                        " requests: window or state layers, or several KV groups; capacity is the engine's figure and not that quotient"
                     )
                 break
         return notes
