@@ -178,7 +178,7 @@ class Prometheus:
         return Fleet(whole, targets, first.title, tuple(skipped))
 
     def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, float]:
-        """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and the Unix time of the newest.
+        """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and since when all of them are that new.
 
         Unlike ``snapshot`` it sees when a value was scraped, and takes none that is older. Raises what ``window`` raises.
         """
@@ -188,8 +188,11 @@ class Prometheus:
         series = self._result("/api/v1/query", {"query": query, "time": f"{wall_s:.3f}"}, "matrix")
         if not series:
             raise CannotJudge(f"Prometheus has scraped none of the targets for {reach_s:g} s", where=self.endpoint.shown)
-        newest = max(points[-1][0] for _, points in series)
-        return _samples((labels, points[-1][1]) for labels, points in series), newest
+        newest: dict[Key, float] = {}
+        for labels, points in series:
+            key = _key(labels)
+            newest[key] = max(newest.get(key, 0.0), points[-1][0])
+        return _samples((labels, points[-1][1]) for labels, points in series), min(newest.values())
 
     def _state(self, samples: Samples) -> RawState:
         state = RawState(metrics=samples)
@@ -347,11 +350,15 @@ def _mark(wall_s: float) -> int:
 def _by_target(series: list[_Series]) -> dict[Key, list[_Marked]]:
     found: dict[Key, list[_Marked]] = {}
     for labels, points in series:
-        key = tuple((name, labels[name]) for name in _TARGET if labels.get(name))
+        key = _key(labels)
         if key not in found and len(found) >= MOST_TARGETS:
             raise UsageError(f"the selector matches more than {MOST_TARGETS:,} targets", hint="a narrower selector")
         found.setdefault(key, []).append((labels, [(_mark(at), value) for at, value in points]))
     return found
+
+
+def _key(labels: Mapping[str, str]) -> Key:
+    return tuple((name, labels[name]) for name in _TARGET if labels.get(name))
 
 
 def _samples(series: Iterable[tuple[dict[str, str], float]]) -> Samples:
