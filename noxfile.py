@@ -64,6 +64,7 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write docs/options.md again."""
+    """Write docs/options.md and docs/engines.md again."""
     session.install("-e", ".")
     session.run("python", "-m", "pytest_kvcache.options", "docs/options.md")
+    session.run("python", "-m", "pytest_kvcache.engines._table", "docs/engines.md")

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
-from pytest_kvcache.errors import GateFailed
+from pytest_kvcache.errors import GateFailed, UsageError
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.compare import Comparison
 from pytest_kvcache.records import GateRecord
@@ -61,6 +61,20 @@ def analyses(evidence: Evidence) -> list[Analysis]:
     return result
 
 
+def _share(value: float, name: str) -> float:
+    """Return a ratio. Raises UsageError for what is none: 90 would be a gate that cannot fail."""
+    if not 0 <= value <= 1:
+        raise UsageError(f"{name}={value!r} is no share from 0 to 1", hint="0.9 means 90 %")
+    return value
+
+
+def _count(value: float, name: str) -> float:
+    """Return a count. Raises UsageError for one below zero, or no number."""
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{name}={value!r} is no count from 0 on", hint="a number of blocks, tokens or requests")
+    return value
+
+
 def settle(gate: GateRecord) -> GateRecord:
     """Record a judged gate and return it where it passed or cannot apply. Raises GateFailed otherwise."""
     __tracebackhide__ = True
@@ -91,13 +105,13 @@ def settle_all(judged: Sequence[GateRecord]) -> list[GateRecord]:
 def assert_peak_usage(evidence: Evidence, *, max: float = 0.95) -> GateRecord:
     """Pass where the peak KV usage (a ratio) stayed at or under ``max``."""
     __tracebackhide__ = True
-    return settle(gates.peak_usage(analyses(evidence), max))
+    return settle(gates.peak_usage(analyses(evidence), _share(max, "max")))
 
 
-def assert_free_blocks(evidence: Evidence, *, min: int = 1) -> GateRecord:
+def assert_free_blocks(evidence: Evidence, *, min: float = 1) -> GateRecord:
     """Pass where the fewest free blocks were ``min`` or more; tokens, where the engine counts tokens."""
     __tracebackhide__ = True
-    return settle(gates.free_space(analyses(evidence), min))
+    return settle(gates.free_space(analyses(evidence), _count(min, "min")))
 
 
 def assert_no_rejections(evidence: Evidence) -> GateRecord:
@@ -121,19 +135,21 @@ def assert_returns_to_idle(evidence: Evidence) -> GateRecord:
 def assert_fits(evidence: Evidence, *, concurrency: int, length: int) -> GateRecord:
     """Pass where ``concurrency`` requests of ``length`` tokens (prompt and output) fit the pool that the server has."""
     __tracebackhide__ = True
+    _count(concurrency, "concurrency")
+    _count(length, "length")
     return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length))
 
 
 def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2) -> GateRecord:
     """Pass where the replicas' mean usage differs by no more than ``max_spread`` (a ratio of the pool)."""
     __tracebackhide__ = True
-    return settle(gates.balanced(analyses(evidence), max_spread=max_spread))
+    return settle(gates.balanced(analyses(evidence), max_spread=_share(max_spread, "max_spread")))
 
 
 def assert_quality(evidence: Evidence, *, min: float = 0.98) -> GateRecord:
     """Pass where the pass rate of the quality items is ``min`` or more."""
     __tracebackhide__ = True
-    return settle(gates.quality(analyses(evidence), min))
+    return settle(gates.quality(analyses(evidence), _share(min, "min")))
 
 
 def assert_not_worse(comparison: Comparison) -> list[GateRecord]:

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "INVALID": 4}
 
 SERVER = (
-    "endpoint", "launch", "model", "engine", "api", "header", "extra_body", "api_key_env", "metrics_api_key_env", "ca", "proxy",
-    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "metrics_url", "prometheus", "prometheus_selector",
-    "prometheus_api_key_env",
+    "endpoint", "launch", "model", "engine", "engine_from", "api", "header", "extra_body", "api_key_env", "metrics_api_key_env", "ca", "proxy",
+    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "allow_destructive_reads", "metrics_url", "prometheus",
+    "prometheus_selector", "prometheus_api_key_env",
 )  # fmt: skip
+PROBE = ("seed", "reset_cache", "keep_text")
 LOAD = ("users", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")
 OUTPUT = ("reports", "name")
+BOUNDS = ("max_usage", "min_free")
 JUDGE = (
-    "max_usage", "min_free", "usage_margin", "ttft_margin", "throughput_margin", "quality_min", "quality_margin", "quality_items", "windows",
+    "usage_margin", "ttft_margin", "throughput_margin", "quality_min", "quality_margin", "quality_items", "windows",
 )  # fmt: skip
 
 Command = Callable[[argparse.Namespace], int]
@@ -55,11 +57,13 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     add("demo", _demo, "the whole story on the embedded engine: f16 against q4_0 KV under the same load, in about a minute", OUTPUT)
-    add("probe", _probe, "send one request close to the longest that the server takes, and show the three numbers", SERVER, LOAD, OUTPUT)
-    load = add("load", _load, "run a load profile into a Run, or print where a shipped profile lies (--path)", SERVER, LOAD, OUTPUT)
+    add("probe", _probe, "send one request close to the longest that the server takes, and show the three numbers", SERVER, PROBE, OUTPUT)
+    load = add(
+        "load", _load, "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)", SERVER, LOAD, BOUNDS, OUTPUT
+    )
     load.add_argument("profile", nargs="?", help="name of a shipped profile, or path of a Locust file")
     load.add_argument("--path", metavar="NAME", help="print the path of a shipped profile, for locust -f, and stop")
-    load.add_argument("--requests", type=int, default=0, metavar="N", help="stop after N requests")
+    load.add_argument("--requests", type=int, default=0, metavar="N", help="stop after N requests [default: 0, by time]")
     watch = add("watch", _watch, "show usage, free space and running requests live; no load is sent", SERVER)
     watch.add_argument("--count", type=int, default=0, metavar="N", help="stop after N readings [default: until Ctrl-C]")
     watch.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="seconds between readings [default: 1]")
@@ -99,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    # TERM ends a measurement as Ctrl-C does: servers stop, and what was measured is written.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(arguments.run(arguments))
     except KvError as error:
@@ -112,6 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"pytest-kvcache: {error.strerror or error}", file=sys.stderr)
+        return 5
+
+
+def _interrupt(*_: object) -> None:
+    """End on TERM as on Ctrl-C: servers stop, and what was measured is written. A shell ignores INT for what it runs in the background."""
+    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:
@@ -168,10 +179,17 @@ def _load(arguments: argparse.Namespace) -> int:
         from pytest_kvcache.load.runner import profiles
 
         raise UsageError("which profile?", hint=f"one of {', '.join(profiles())}, or the path of a Locust file")
+    from pytest_kvcache.judge import gates
     from pytest_kvcache.measure import Planned
+    from pytest_kvcache.report.terminal import load_numbers
 
-    with _session(options.settings_from(arguments)) as session:
-        session.load(Planned(arguments.profile, requests=arguments.requests))
+    settings = options.settings_from(arguments)
+    with _session(settings) as session:
+        analysis = session.analysis(session.load(Planned(arguments.profile, requests=arguments.requests)))
+        print(load_numbers(analysis))
+        judged = [gates.peak_usage([analysis], settings.max_usage), gates.free_space([analysis], settings.min_free)]
+        for gate in (*judged, gates.no_rejections([analysis]), gates.no_preemptions([analysis]), gates.returns_to_idle([analysis])):
+            session.record(gate)
         return _finish(session)
 
 

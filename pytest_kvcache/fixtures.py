@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kvcache.errors import UsageError
+from pytest_kvcache.errors import CannotWrite, UsageError
 from pytest_kvcache.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,31 +39,33 @@ class State:
         self.on_open: Callable[[], None] = lambda: None
         self.deselected: list[str] = []
         self.finish_error = ""
+        self.finish_note = ""
         self.told_failure = False
+        self.waiting: list[str] = []
+        self.ran: set[str] = set()
         self.gates_of: dict[str, list[GateRecord]] = {}
         self.worker_folder = ""
         self.worker_gates: list[GateRecord] = []
         self.view: SessionView | None = None
         self._items: Sequence[pytest.Item] = ()
 
-    def plan_from(self, items: Sequence[pytest.Item]) -> None:
-        """Remember which profiles the collected tests measure, and whether they ask for quality; read when a session opens."""
+    def collected(self, items: Sequence[pytest.Item]) -> None:
+        """Remember which tests will measure, and what. Raises UsageError and CannotJudge for what can be known to be wrong already."""
+        self.waiting = [item.nodeid for item in items if item.get_closest_marker("capacity")]
         self._items = [item for item in items if "kv_session" in getattr(item, "fixturenames", ())]
+        if self._items and self.controller:
+            self.make_session().check()
 
     def make_session(self) -> Session:
-        """Open the measuring Session. Raises UsageError under xdist, unless a lease was asked for."""
+        """Return the measuring Session, made once; nothing is started or written yet."""
+        if self.session is not None:
+            return self.session
         from pytest_kvcache.server.shown import shown_argv
         from pytest_kvcache.session import Session
 
         config, settings = self.config, self.config.stash[SETTINGS]
         worker: Mapping[str, Any] | None = getattr(config, "workerinput", None)
         folder = worker.get("kv_folder") if worker is not None else None
-        if worker is not None and settings.xdist == "refuse":
-            raise UsageError(
-                "two workers that measure one server spoil both results, so nothing is measured under pytest-xdist",
-                hint="run with -n 0, or --kv-xdist=lease to let one worker at a time measure an endpoint",
-            )
-        self.on_open()
         dialects = [dialect for found in config.hook.pytest_kvcache_engines(config=config) for dialect in found or ()]
         provenance: dict[str, str] = {}
         for facts in reversed(config.hook.pytest_kvcache_provenance(config=config)):
@@ -141,13 +144,27 @@ class State:
         if self.config.stash[SETTINGS].xdist != "lease":
             return ""
         if not self.worker_folder:
-            from pytest_kvcache.session import session_folder
+            from pytest_kvcache.conclusion import session_folder
 
             self.worker_folder = str(session_folder(self.config.stash[SETTINGS]).absolute())
         return self.worker_folder
 
+    def to_controller(self, config: pytest.Config) -> None:
+        """On an xdist worker: tell the controller which gates were deselected, and which were to run."""
+        output: dict[str, Any] = getattr(config, "workeroutput", {})
+        output["kv_deselected"], output["kv_waiting"] = list(self.deselected), list(self.waiting)
+
+    def from_worker(self, output: Mapping[str, Any]) -> None:
+        """On the controller: take over what a worker told; every worker collects the same tests."""
+        for mine, theirs in ((self.deselected, output.get("kv_deselected", ())), (self.waiting, output.get("kv_waiting", ()))):
+            mine += [str(name) for name in theirs if name not in mine]
+
     def collect(self, report: pytest.TestReport) -> None:
         """Keep the gates that a worker's report carries."""
+        if report.when == "call" or not report.passed:
+            self.ran.add(report.nodeid)
+        if report.when != "teardown":
+            return
         import msgspec
 
         from pytest_kvcache.records import GateRecord
@@ -171,6 +188,7 @@ class State:
             session.read_folder()
         if session is None or not session.measured:
             return None
+        session.not_run = [name for name in self.waiting if name not in self.ran]
         from pytest_kvcache.report.model import SessionView
 
         verdict = session.finish()
@@ -203,9 +221,13 @@ def _lease(settings: Settings) -> Iterator[None]:
     import tempfile
 
     name = "|".join(settings.endpoint) or settings.launch or settings.before or "embedded"
-    path = Path(tempfile.gettempdir()) / f"pytest-kvcache-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+    path = Path(tempfile.gettempdir()) / f"pytest-kvcache-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
     file: IO[str]
-    with path.open("a") as file:
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise CannotWrite(f"no lease can be taken: {error.strerror or error}", where=str(path), hint="check the temporary folder (TMPDIR)") from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -219,7 +241,14 @@ def kv_settings(pytestconfig: pytest.Config) -> Settings:
 @pytest.fixture(scope="session")
 def kv_session(pytestconfig: pytest.Config) -> Generator[Session, None, None]:
     """The measuring session: servers, Runs, gates and the session's folder. The other fixtures stand on it."""
-    session = state_of(pytestconfig).make_session()
+    state = state_of(pytestconfig)
+    if not state.controller and pytestconfig.stash[SETTINGS].xdist == "refuse":
+        raise UsageError(
+            "two workers that measure one server spoil both results, so nothing is measured under pytest-xdist",
+            hint="run with -n 0, or --kv-xdist=lease to let one worker at a time measure an endpoint",
+        )
+    state.on_open()
+    session = state.make_session()
     yield session
     session.close()
 

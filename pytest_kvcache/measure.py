@@ -7,19 +7,16 @@ then is kept, and ``problems`` says what is missing.
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache import __version__
 from pytest_kvcache.engines import Dialect
-from pytest_kvcache.errors import CannotWrite, KvError
+from pytest_kvcache.errors import CannotWrite, KvError, UsageError
 from pytest_kvcache.load.runner import LoadResult, run_load
+from pytest_kvcache.machine import machine_facts, version_facts
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import take_snapshot_raw
 from pytest_kvcache.quality.ask import ask_items
@@ -29,7 +26,8 @@ from pytest_kvcache.runfolder import Run, write_atomic, write_run
 from pytest_kvcache.server.endpoint import Endpoint, complete
 from pytest_kvcache.server.shown import shown_settings
 from pytest_kvcache.server.startlog import redact
-from pytest_kvcache.settings import Settings
+from pytest_kvcache.server.transport import ask
+from pytest_kvcache.settings import MOST_USERS, Settings
 
 # Drain: the server may need a moment to free what the last requests held; gauges of some engines move only on a step (engines.md, trap 14).
 DRAIN_LIMIT_S = 10.0
@@ -60,6 +58,17 @@ class Planned:
     output_tokens: int = 0
     requests: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for numbers that cannot be meant."""
+        numbers = {"users": self.users, "duration_s": self.duration_s, "output_tokens": self.output_tokens, "requests": self.requests}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise UsageError(
+                    f"{name} of a load is a number from 0 on, not {value!r}", where=f"profile {self.profile}", hint="0 takes the profile's own"
+                )
+        if self.users > MOST_USERS:
+            raise UsageError(f"{self.users:,} users are more than one load can hold", where=f"profile {self.profile}", hint=f"at most {MOST_USERS:,}")
 
     @property
     def name(self) -> str:
@@ -97,31 +106,6 @@ def run_folder(session: Path, name: str) -> Path:
             where=str(runs),
             hint="free space, check permissions, or name another folder with --kv-reports",
         ) from None
-
-
-def machine_facts() -> dict[str, Any]:
-    """Return what this machine is: cores, memory in bytes, kernel, Python."""
-    import psutil
-
-    return {
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_bytes": int(psutil.virtual_memory().total),
-        "python": platform.python_version(),
-    }
-
-
-def version_facts(engine: str, engine_version: str) -> dict[str, str]:
-    """Return the versions that a reader needs to repeat a Run."""
-    from importlib import metadata
-
-    versions = {"pytest-kvcache": __version__, "python": sys.version.split()[0]}
-    for name in ("locust", "httpx", "pytest"):
-        versions[name] = metadata.version(name)
-    if engine:
-        versions[engine] = engine_version or "not told"
-    return versions
 
 
 def _snapshots(target: Target, timeout_s: float) -> tuple[list[SnapshotRecord], str]:
@@ -186,14 +170,13 @@ def _warm_up(target: Target, nonce: str) -> None:
 
 def _reset_cache(target: Target) -> str:
     """Ask each server to empty its prefix cache by its own call, and say what came of it (vLLM: POST /reset_prefix_cache, dev mode)."""
-    outcomes = []
+    answers = []
     for endpoint in target.endpoints:
         with endpoint.client(timeout_s=30.0) as client:
-            status = client.post(endpoint.url("/reset_prefix_cache"), headers=endpoint.api_headers()).status_code
-            outcomes.append(status)
-    if all(status == 200 for status in outcomes):
+            answers.append(ask(endpoint, client, "POST", "/reset_prefix_cache", timeout_s=30.0).status)
+    if all(status == 200 for status in answers):
         return "emptied by the engine's own call"
-    return f"the engine's own call answered HTTP {', '.join(map(str, outcomes))}; prompts never sent before"
+    return f"the engine's own call answered HTTP {', '.join(map(str, answers))}; prompts never sent before"
 
 
 @dataclass(frozen=True)
@@ -300,7 +283,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
 
 
 def measure_quality(target: Target, settings: Settings, session: Path, items: Sequence[Item], *, run_id: str, keep: Callable[[Run], Run]) -> Run:
-    """Ask the quality items of the first endpoint and return their Run, as ``keep`` gives it back.
+    """Ask the quality items and return their Run, as ``keep`` gives it back. Replicas share the items in turn, always in the same way.
 
     What was answered is on disk, and ``keep`` was called, before anything is raised: EndpointUnreachable, CannotWrite, KeyboardInterrupt.
     """
@@ -310,7 +293,16 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
     write_atomic(folder / "metrics-before.prom", raw)
     raised: BaseException | None = None
     try:
-        ask_items(target.endpoints[0], items, folder / "quality.jsonl", keep_text=settings.keep_text, timeout_s=settings.request_timeout_s)
+        for replica, endpoint in enumerate(target.endpoints):
+            ask_items(
+                endpoint,
+                items[replica :: len(target.endpoints)],
+                folder / "quality.jsonl",
+                keep_text=settings.keep_text,
+                timeout_s=settings.request_timeout_s,
+                replica=replica,
+                append=replica > 0,
+            )
     except (KvError, KeyboardInterrupt) as error:
         raised = error
     workload = hashlib.sha256("\n".join(f"{item.id}:{item.expect}" for item in items).encode()).hexdigest()[:16]

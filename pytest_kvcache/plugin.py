@@ -57,13 +57,18 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     settings = config.stash[SETTINGS]
     if not settings.sources:
         return None
+    from pytest_kvcache.server.embedded import EMBEDDED_NAMES
     from pytest_kvcache.server.shown import shown_command
 
     names = [name for name in ("launch", "before", "after", "baseline", "save") if getattr(settings, name)]
     named = [f"{name} {options.one_line(shown_command(getattr(settings, name)))}" for name in names]
     if settings.endpoint:
         named.insert(0, f"{len(settings.endpoint)} endpoint{'s' if len(settings.endpoint) > 1 else ''}")
-    return "kvcache: " + (", ".join(named) or "the embedded engine")
+    if not (settings.endpoint or settings.launch or settings.before):
+        named.insert(0, "EMBEDDED engine (llamacpp)")
+    elif any(text.split(maxsplit=1)[0] in EMBEDDED_NAMES for text in (settings.launch, settings.before, settings.after) if text):
+        named.insert(0, "EMBEDDED")
+    return "kvcache: " + ", ".join(named)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -91,7 +96,11 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    state_of(session.config).plan_from(session.items)
+    """Refuse at once what cannot be meant, where any collected test will measure."""
+    try:
+        state_of(session.config).collected(session.items)
+    except KvError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,13 +140,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _term_as_interrupt() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    def interrupt(*_: object) -> None:
+        # raised here and not sent on as SIGINT, which a shell ignores for what it runs in the background
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if item.get_closest_marker("capacity"):
+        if report.when == "call" or not report.passed:
+            state_of(item.config).ran.add(item.nodeid)
         state_of(item.config).outcome(item, report, call.excinfo.value if call.excinfo is not None else None)
     return report
 
@@ -148,9 +163,15 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["kv_folder"] = state_of(node.config).shared_folder()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """On xdist's controller: take over which gates a worker deselected, and which it collected."""
+    state_of(node.config).from_worker(getattr(node, "workeroutput", {}))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """On xdist's controller: keep the gates that a worker's test judged."""
-    if report.when == "teardown" and hasattr(report, "node"):
+    if hasattr(report, "node"):
         state_of(report.node.config).collect(report)
 
 
@@ -160,6 +181,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     state = state_of(session.config)
     if state.session is not None:
         state.session.close()
+    if not state.controller:
+        state.to_controller(session.config)
     try:
         verdict = state.conclude()
     except KvError as error:
@@ -168,6 +191,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if verdict is not None and verdict.verdict not in state.passing_verdicts() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        state.finish_note = f"exit status 1, because the verdict is {verdict.verdict}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -183,3 +207,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("KV cache")
     for line in summary(state.view, color=terminalreporter.hasmarkup).splitlines():
         terminalreporter.write_line(line)
+    if state.finish_note:
+        terminalreporter.write_line(state.finish_note)

@@ -186,6 +186,7 @@ class QualityRow(msgspec.Struct, frozen=True, omit_defaults=True):
     answer_hash: str = ""
     prompt_tokens: int | None = None
     latency_s: float = 0.0
+    endpoint: int = 0
     prompt: str | None = None
     answer: str | None = None
 

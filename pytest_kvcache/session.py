@@ -19,19 +19,19 @@ from typing import Any
 import msgspec
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
-from pytest_kvcache.engines import Dialect
+from pytest_kvcache.conclusion import conclude, session_folder
+from pytest_kvcache.engines import Dialect, imported
 from pytest_kvcache.errors import CannotWrite, KvError, UsageError
-from pytest_kvcache.judge.baseline import check_name, load_baseline, save_baseline
-from pytest_kvcache.judge.compare import Comparison, compare, config_diff
-from pytest_kvcache.judge.gates import session_verdict
-from pytest_kvcache.measure import Planned, Target, Window, machine_facts, measure_load, measure_quality, run_folder, version_facts
+from pytest_kvcache.judge.baseline import check_name, load_baseline
+from pytest_kvcache.judge.compare import Comparison, compare
+from pytest_kvcache.load.runner import profile_path
+from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality, run_folder
 from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quality.items import Item, read_items, standard_items
-from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, VerdictRecord
-from pytest_kvcache.report.write import write_session
+from pytest_kvcache.records import GateRecord, VerdictRecord
 from pytest_kvcache.runfolder import Run, read_runs, write_run
 from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
-from pytest_kvcache.server.launch import LaunchedServer, launch
+from pytest_kvcache.server.launch import LaunchedServer, launch, parse_command
 from pytest_kvcache.server.shown import shown_command
 from pytest_kvcache.settings import Settings
 
@@ -40,11 +40,9 @@ EMBEDDED_WINDOW_S = 6.0
 WINDOW_S = 30.0
 
 
-def session_folder(settings: Settings, short_id: str = "") -> Path:
-    """Return the path of a new session's folder, ``<reports>/<utc>-<name>-<short id>``; nothing is created."""
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", settings.name).strip("-.")[:60] or "session"
-    return Path(settings.reports) / f"{stamp}-{name}-{short_id or secrets.token_hex(3)}"
+def _is_address(text: str) -> bool:
+    """Return whether a side is named by its address and not by a command."""
+    return re.match(r"https?://", text) is not None
 
 
 class Session:
@@ -66,6 +64,7 @@ class Session:
         self.plan_quality = False
         self.gates: list[GateRecord] = []
         self.deselected: list[str] = []
+        self.not_run: list[str] = []
         self.notes: list[str] = []
         self.problems: list[str] = []
         self.repeat: list[str] = []
@@ -73,7 +72,7 @@ class Session:
         self.on_gate: list[Callable[[GateRecord], None]] = []
         self._say = say or (lambda _: None)
         self._lease = lease
-        self._extra_dialects = tuple(extra_dialects)
+        self._extra_dialects = (*((imported(settings.engine_from),) if settings.engine_from else ()), *extra_dialects)
         self._provenance = dict(provenance or {})
         self._folder = folder
         self._id = secrets.token_hex(3)
@@ -140,15 +139,13 @@ class Session:
 
     def _open_all(self) -> Target:
         settings = self.settings
-        # A name that cannot be saved, an unwritable folder and a broken file of items are found before a server is started.
-        if settings.save:
-            check_name(settings.save)
-        self.folder  # noqa: B018
-        if settings.quality_items:
-            self._items = read_items(Path(settings.quality_items))
+        self.check()
+        self.folder  # noqa: B018  an unwritable folder is found before a server is started
         if settings.baseline:
             self.adopt(load_baseline(settings.baseline, Path(settings.reports)), "before")
         if settings.before:
+            if not self.plan:  # the comparison alone was asked for
+                self.plan, self.plan_quality = [Planned("normal"), Planned("longctx")], True
             with ExitStack() as before:
                 target = self._side(settings.before, "before", before)
                 self._measure_plan(target)
@@ -157,6 +154,26 @@ class Session:
         if settings.endpoint:
             return self._attach(settings.endpoint, side)
         return self._side(settings.launch or EMBEDDED_DEFAULT, side, self._open)
+
+    def check(self) -> None:
+        """Raise UsageError for whatever cannot be meant and can be known before a server is asked or started, CannotJudge for the baseline."""
+        settings = self.settings
+        for planned in self.plan:
+            profile_path(planned.profile)
+        for url in settings.endpoint:
+            parse_endpoint(url, settings)
+        for text in (settings.launch, settings.before, settings.after):
+            if _is_address(text):
+                parse_endpoint(text, settings)
+            elif text:
+                parse_command(text)
+                parse_endpoint("http://127.0.0.1:1", settings)  # its headers, keys and bodies
+        if settings.save:
+            check_name(settings.save)
+        if settings.quality_items:
+            self._items = read_items(Path(settings.quality_items))
+        if settings.baseline:
+            load_baseline(settings.baseline, Path(settings.reports))
 
     def _attach(self, urls: Sequence[str], side: str) -> Target:
         endpoints = []
@@ -169,7 +186,7 @@ class Session:
 
     def _side(self, text: str, side: str, stack: ExitStack) -> Target:
         """Launch ``text`` (or attach, where it is a URL) and return it as a Target that ``stack`` stops."""
-        if re.match(r"https?://", text):
+        if _is_address(text):
             return self._attach([text], side)
         self._say(
             f"starting {side or 'the server'}: {shown_command(text)}" if self.settings.launch or side else "starting the embedded engine (llama.cpp)"
@@ -193,6 +210,7 @@ class Session:
 
     def load(self, planned: Planned, *, number: int = 0) -> Run:
         """Return the Run of one window of ``planned``; the same window is measured once a session."""
+        profile_path(planned.profile)  # a profile that there is not is found before a server is started
         target = self.target
         with self._lease():
             return self._measure(target, planned, number)
@@ -221,16 +239,28 @@ class Session:
         if not (self.settings.before or self.settings.baseline):
             raise UsageError("nothing to compare with", hint="--kv-baseline=NAME, or --kv-before=... --kv-after=...")
         self.target  # noqa: B018  measures or loads the side before
-        wanted = {run.record.profile for run in self._before or ()}
-        for planned in self.plan:
-            if planned.name in wanted:
+        for planned in [*self.plan, *self._planned_before()]:
+            if planned.name in {run.record.profile for run in self._before or ()}:
                 self.windows(planned)
-        if "quality" in wanted and self.plan_quality:
+        if any(run.record.profile == "quality" for run in self._before or ()):
             self.quality()
         comparison = compare(self.before_analyses(), self.after_analyses(), self.settings)
-        self.notes += [note for note in comparison.notes if note not in self.notes]
+        apart = ["the sides were measured at different times: drift of the machine between them is not covered"] if self.settings.baseline else []
+        self.notes += [note for note in (*comparison.notes, *apart) if note not in self.notes]
         self.problems += [problem.text for problem in comparison.problems if problem.text not in self.problems]
         return comparison
+
+    def _planned_before(self) -> list[Planned]:
+        """Return what the side before measured and the plan does not name, with the numbers that it had."""
+        named = {planned.name for planned in self.plan}
+        found: dict[str, Planned] = {}
+        for run in self._before or ():
+            numbers = dict(run.record.options)
+            numbers.pop("nonce", None)
+            if run.record.profile not in named | {"quality"}:
+                fields = {name: numbers.pop(name, 0) for name in ("users", "duration_s", "output_tokens", "requests")}
+                found.setdefault(run.record.profile, Planned(run.record.profile, **fields, options=numbers))
+        return list(found.values())
 
     def analysis(self, run: Run) -> Analysis:
         """Return the Analysis of a Run; made once."""
@@ -261,9 +291,11 @@ class Session:
         self._alive(target)
         settings = self.settings
         owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
+        replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
         filled = dataclasses.replace(
             planned,
-            users=planned.users or settings.users,
+            users=(planned.users or settings.users) * replicas,
+            requests=planned.requests * replicas,
             duration_s=planned.duration_s or settings.duration_s or owned_window_s,
             output_tokens=planned.output_tokens or settings.output_tokens,
         )
@@ -357,42 +389,3 @@ class Session:
         self._open.close()
         self._target = None
         self.failure = self.failure or UsageError("the session is closed")
-
-
-def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analysis]) -> VerdictRecord:
-    """Write what a session found (verdict.json, summary.md, report.html, the saved baseline) and return its verdict. Raises CannotWrite."""
-    settings = session.settings
-    verdict, notes = session_verdict(session.gates, session.deselected)
-    sides = [*before, *after]
-    first = sides[-1].run.record if sides else None
-    record = VerdictRecord(
-        schema_version=SCHEMA_VERSION,
-        verdict=verdict,
-        session=session.folder.name,
-        name=settings.name,
-        engine=first.engine if first else "",
-        engine_version=first.engine_version if first else "",
-        model=first.model if first else "",
-        embedded=session.embedded,
-        comparison=_comparison_text(settings),
-        started_wall_s=session.started_wall_s,
-        ended_wall_s=time.time(),
-        gates=list(session.gates),
-        config_diff=config_diff(before[0].run, after[0].run) if before and after else [],
-        problems=list(dict.fromkeys([*session.problems, *(problem.text for analysis in sides for problem in analysis.problems)])),
-        notes=[*session.notes, *notes],
-        deselected=list(session.deselected),
-        repeat=list(session.repeat),
-        versions=version_facts(first.engine, first.engine_version) if first else {},
-        machine=machine_facts(),
-    )
-    write_session(session.folder, record, list(before), list(after))
-    if settings.save:
-        save_baseline(session.folder, Path(settings.reports), settings.save)
-    return record
-
-
-def _comparison_text(settings: Settings) -> str:
-    if settings.before:
-        return f"{shown_command(settings.before)}  against  {shown_command(settings.after)}"
-    return f"baseline {settings.baseline}" if settings.baseline else ""

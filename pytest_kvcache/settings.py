@@ -16,6 +16,8 @@ from typing import Any
 from pytest_kvcache.errors import UsageError
 
 ENV_PREFIX = "PYTEST_KVCACHE_"
+MOST_USERS = 100_000
+MOST_SAMPLES_A_SECOND = 1000.0
 
 
 def _opt(default: Any, help: str, *, group: str, parse: str = "", choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -35,6 +37,9 @@ class Settings:
     after: str = _opt("", "command or URL of the side after the change", group="server", metavar="CMD|URL")
     model: str = _opt("", "model name to ask for; default: the only one that the server lists", group="server", metavar="NAME")
     engine: str = _opt("auto", "how the server's telemetry is read; auto asks the server", group="server", metavar="NAME")
+    engine_from: str = _opt(
+        "", "a dialect of your own, as module:NAME; it is asked before the ones of the package", group="server", metavar="MODULE:NAME"
+    )
     api: str = _opt("completions", "which API the load and the quality items use", group="server", choices=("completions", "chat"))
     header: tuple[str, ...] = _opt((), "extra HTTP header for the API, as 'Name: value'; repeatable", group="server", metavar="HEADER")
     extra_body: str = _opt("", "JSON object merged into every request body", group="server", metavar="JSON")
@@ -69,6 +74,9 @@ class Settings:
     )
     prometheus_api_key_env: str = _opt(
         "", "environment variable that holds a key for the Prometheus server; no other key is sent there", group="observation", metavar="NAME"
+    )
+    allow_destructive_reads: bool = _opt(
+        False, "allow reads that take the telemetry away from other readers (the JSON /metrics of trtllm-serve)", group="observation"
     )
     # judgement
     max_usage: float = _opt(0.95, "highest peak KV usage that passes, 0 to 1", group="judgement")
@@ -168,7 +176,7 @@ def resolve(command_line: Mapping[str, Any], ini: Mapping[str, Any], environ: Ma
 
 
 def _check(settings: Settings) -> None:
-    for name in ("launch", "before", "after", "save", "baseline", "engine", "reports", "name", "prometheus"):
+    for name in ("launch", "before", "after", "save", "baseline", "engine", "engine_from", "reports", "name", "prometheus"):
         if name in settings.sources and not str(getattr(settings, name)).strip():
             raise UsageError(f"{flag(name)} was given and is empty", hint="leave it out, or give it a value")
     named = [flag(name) for name in ("endpoint", "launch") if getattr(settings, name)]
@@ -192,9 +200,15 @@ def _check(settings: Settings) -> None:
     for name in ("users", "duration_s", "output_tokens", "min_free"):
         if getattr(settings, name) < 0:
             raise UsageError(f"{flag(name)} cannot be negative")
+    if settings.users > MOST_USERS:
+        raise UsageError(f"--kv-users: {settings.users:,} are more than one load can hold", hint=f"at most {MOST_USERS:,}")
     for name in ("windows", "sample_hz", "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s"):
         if not getattr(settings, name) > 0:
             raise UsageError(f"{flag(name)} must be above zero")
+    if settings.sample_hz > MOST_SAMPLES_A_SECOND:
+        raise UsageError(f"--kv-sample-hz can be at most {MOST_SAMPLES_A_SECOND:g}", hint="10 suits most servers; a read takes milliseconds")
+    if not 0 <= settings.ttft_margin < float("inf"):
+        raise UsageError("--kv-ttft-margin is a share from 0 on", hint="0.25 lets the median time to first token grow by a quarter")
     for name in ("max_usage", "quality_min", "quality_margin", "usage_margin", "throughput_margin"):
         if not 0 <= getattr(settings, name) <= 1:
             raise UsageError(f"{flag(name)} is a share from 0 to 1", hint="0.9 means 90 %")

@@ -310,7 +310,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if broken == "error-in-stream":
-            self._frame({"error": {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}})
+            self._frame({"error": {"message": script.fault(broken) or "Context size has been exceeded.", "type": "server_error", "code": 500}})
         elif not broken and (body.get("stream_options") or {}).get("include_usage") and script.fault("no-usage") is None:
             self._frame({"id": "c", "model": script.model, "choices": [], "usage": self._usage(count, words)})
         return self._end_stream(done=not broken)

@@ -30,7 +30,7 @@ Faults, each a word or ``word=value``; HTTP faults hold for every path of the AP
     no-models           lists none
     ready-after=S  never-ready                      503 "Loading model" for S seconds, or for ever
     queue-full  queue-full-stream                   503; 200 and an error frame in the stream
-    error-in-stream  truncate  reset                half of the answer, then an error frame, a clean end, a dropped connection
+    error-in-stream  truncate  reset                half of the answer, then an error frame (=TEXT), a clean end, a dropped connection
     stop-early  no-usage                            half of the tokens with finish_reason stop; no usage anywhere
     no-tokenize                                     404 on /tokenize
     metrics-status=N  metrics-html  metrics-empty   what /metrics does instead

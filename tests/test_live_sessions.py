@@ -154,3 +154,36 @@ def test_under_xdist_a_lease_lets_one_worker_at_a_time_measure_and_one_report_te
     )
     assert spans
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans)), "two loads at once spoil both"
+
+
+def test_the_comparison_alone_measures_what_it_needs(tmp_path: Path) -> None:
+    result = _run(tmp_path, "--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2", "-k", "nothing_worse")
+    assert "Traceback" not in result.stdout
+    gates = {(gate["name"], gate.get("lane", "")): gate["verdict"] for gate in _verdict(tmp_path)["gates"]}
+    assert gates["quality_not_worse", ""] == "FAIL", result.stdout
+    assert ("usage_not_worse", "longctx") in gates
+
+
+def test_a_pytest_in_the_background_of_a_script_stops_on_term(tmp_path: Path) -> None:
+    # a shell ignores INT for what it starts in the background, so TERM must not be turned into INT
+    command = ["bash", "-c", 'trap "" INT; exec "$@"', "-", *SUITE, "--kv-duration-s=60", "-k", "normal"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("reports/*/runs/*/requests.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(30) != 0
+        assert _verdict(tmp_path)["verdict"] != "PASS"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+
+
+def test_load_prints_its_numbers_and_judges_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest_kvcache.cli", "load", "normal", "--launch", "llamacpp --slots 2", "--users", "2", "--requests", "6"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "6 requests sent, 6 requests answered in full" in result.stdout
+    assert "time to first token" in result.stdout

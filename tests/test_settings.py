@@ -38,6 +38,10 @@ def test_the_command_line_wins_over_the_environment_over_ini() -> None:
         ({"api": "grpc"}, "completions, chat"),
         ({"windows": "0"}, "above zero"),
         ({"xdist": "yes"}, "refuse, lease"),
+        ({"sample_hz": "inf"}, "at most 1000"),
+        ({"sample_hz": "nan"}, "above zero"),
+        ({"ttft_margin": "nan"}, "from 0 on"),
+        ({"ttft_margin": "-0.1"}, "from 0 on"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_flag(given: dict[str, Any], words: str) -> None:

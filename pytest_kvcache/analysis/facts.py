@@ -63,6 +63,7 @@ def gather(
         lengths_known=known,
         worst_length=worst,
         outside_s=_outside(record, rows),
+        pool_full=frame.pool_full,
     )
 
 

@@ -152,6 +152,8 @@ def _balance(series: Sequence[Series], window: Window, source: str, alone: Value
         if len(there):
             peaks[f"server {index + 1}"] = float(there.max())
             means[f"server {index + 1}"] = float((inside if len(inside) else there).mean())
+    if len(peaks) < 2 and len(series) > 1:
+        return alone, Missing(f"{len(peaks)} of {len(series)} servers told their usage, and two are needed to weigh them")
     if len(peaks) < 2:
         return alone, Missing("one server with one engine rank has nothing to balance", cannot_happen=True)
     hottest, coldest = max(means, key=means.__getitem__), min(means, key=means.__getitem__)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+_MOMENT_S = 1e-6
+
 REFUSED = (OVER_LENGTH, QUEUE_FULL, RATE_LIMITED, REFUSED_CONNECTION, REFUSED_AUTH, BAD_REQUEST)
 """Outcomes of requests that the server turned away before they could hold any cache."""
 
@@ -78,8 +80,10 @@ def payload(rows: Rows, endpoint: int | None = None) -> Payload:
     prompt = np.nan_to_num(rows.prompt)
     # a stream that broke off told no usage: its content events are the fewest tokens that it can have brought
     output = np.where(np.isfinite(rows.output), rows.output, rows.chunks)
-    sent, first, end = rows.sent_s - origin, rows.first_s - origin, rows.end_s - origin
-    length = np.maximum(end - first, 1e-9)
+    sent, end = rows.sent_s - origin, rows.end_s - origin
+    # An answer that came in one piece was held at its full length all the same, if only for a moment.
+    first = np.minimum(rows.first_s - origin, end - _MOMENT_S)
+    length = np.maximum(end - first, _MOMENT_S)
     rate = np.where(answering, output / np.where(answering, length, 1.0), 0.0)
     waiting_end = np.where(answering, first, end)
     decode = (first[answering], end[answering], prompt[answering], rate[answering])

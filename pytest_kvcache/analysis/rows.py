@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,10 @@ _COLUMNS = (
 
 @dataclass
 class Frame:
-    """What the load processes said beside the requests; ``errors`` holds one error text for each outcome that had any."""
+    """What the load processes said beside the requests; ``errors`` holds one error text for each outcome that had any.
+
+    ``pool_full`` counts requests whose error says that the pool was full.
+    """
 
     starts: list[LoadStart] = field(default_factory=list)
     ends: list[LoadEnd] = field(default_factory=list)
@@ -33,6 +36,7 @@ class Frame:
     note_count: int = 0
     rows: int = 0
     errors: dict[str, str] = field(default_factory=dict)
+    pool_full: int = 0
 
     def gaps(self) -> list[str]:
         """Return why the record is incomplete: no start or end line, an end that was not planned, rows that are missing."""
@@ -91,8 +95,11 @@ class Rows:
         return mask
 
 
-def read_rows(lines: Iterable[LoadLine]) -> tuple[Rows, Frame]:
-    """Return the columns and the frame of the lines of one requests.jsonl. Raises what reading the lines raises."""
+def read_rows(lines: Iterable[LoadLine], full_errors: Sequence[str] = ()) -> tuple[Rows, Frame]:
+    """Return the columns and the frame of the lines of one requests.jsonl. Raises what reading the lines raises.
+
+    ``full_errors`` are words of the engine's errors that prove a full pool.
+    """
     import numpy as np
 
     columns = {name: array("d") for name in _COLUMNS}
@@ -124,8 +131,9 @@ def read_rows(lines: Iterable[LoadLine]) -> tuple[Rows, Frame]:
             outcome_of.append(outcomes.setdefault(line.outcome, len(outcomes)))
             endpoint_of.append(line.endpoint)
             frame.rows += 1
-            if line.error and line.outcome not in frame.errors:
-                frame.errors[line.outcome] = line.error[:300]
+            if line.error:
+                frame.errors.setdefault(line.outcome, line.error[:300])
+                frame.pool_full += any(words in line.error for words in full_errors)
         elif isinstance(line, LoadStart):
             frame.starts.append(line)
         elif isinstance(line, LoadEnd):

@@ -25,12 +25,13 @@ class Limits:
     """What a sound measurement may show. Times in seconds; shares from 0 to 1.
 
     The client's own lag may be ``lag_s`` or ``lag_share`` of the median time to first token, whichever is more; a single stall of
-    its event loop may last ``stall_share`` of the window.
+    its event loop may last ``stall_share`` of the window, or ``stall_s`` where that is more: it may lie beside a short window.
     """
 
     lag_s: float = 0.25
     lag_share: float = 0.10
     stall_share: float = 0.25
+    stall_s: float = 1.0
     coverage: float = 0.80
     gap_s: float = 3.0
     foreign_share: float = 0.05
@@ -70,6 +71,7 @@ class Facts:
     lengths_known: int = 0
     worst_length: str = ""
     outside_s: float = 0.0
+    pool_full: int = 0
 
 
 def problems(facts: Facts, limits: Limits | None = None) -> list[Problem]:
@@ -100,7 +102,7 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
         return
     allowed = max(limits.lag_s, limits.lag_share * facts.ttft_p50_s)
     lag, which = max((facts.lag_p99_s, "from the intended to the real start of a request"), (facts.loop_lag_p99_s, "of its event loop"))
-    if facts.loop_stall_s > max(allowed, limits.stall_share * facts.window_s):
+    if facts.loop_stall_s > max(allowed, limits.stall_share * facts.window_s, limits.stall_s):
         yield Problem(
             "client_bound",
             f"the load client stood still for {units.show_seconds(facts.loop_stall_s)} of a window of {units.show_seconds(facts.window_s)}",

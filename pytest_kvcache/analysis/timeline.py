@@ -14,6 +14,7 @@ from pytest_kvcache.analysis.rows import Rows, read_rows
 from pytest_kvcache.analysis.series import Series, read_series
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
 from pytest_kvcache.conditions import KNOWN, Limit
+from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quality.graders import summarise
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import QualitySummary, TelemetryRow
@@ -92,7 +93,8 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     values = config_values(record)
     values["quality.pass_rate"], values["quality.items"] = _quality_values(quality)
     values.update(idle_values(record))
-    rows, frame = read_rows(run.load_lines())
+    dialect = DIALECTS.get(record.engine)
+    rows, frame = read_rows(run.load_lines(), dialect.full_errors if dialect is not None else ())
     if not record.load_started_wall_s and not len(rows):
         no_load = Missing("no load was run")
         values.update({name: no_load for name in KNOWN if name not in values})
@@ -103,7 +105,7 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     load = payload(rows)
     seen = levels(record, series, window, load)
     values.update(seen.values)
-    until_s = _measured_until(run, rows, window)
+    until_s = _measured_until(run, window)
     values.update(request_values(rows, rows.endpoint >= 0, window.since_s, until_s))
     lanes = {name: request_values(rows, rows.lane_is(name), window.since_s, until_s) for name in rows.lanes}
     facts = gather(record, rows, frame, series, window, seen, load, values["ttft_sent.p50"])
@@ -130,7 +132,7 @@ def _window(run: Run, rows: Rows) -> Window:
     return Window(record.load_started_wall_s, record.load_ended_wall_s, record.sample_hz)
 
 
-def _measured_until(run: Run, rows: Rows, window: Window) -> float:
+def _measured_until(run: Run, window: Window) -> float:
     """Return where throughput stops counting: at the planned end, so that one straggler does not stretch the window."""
     planned = run.record.options.get("duration_s") or 0.0
     if not isinstance(planned, (int, float)) or planned <= 0 or run.record.options.get("requests"):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from pytest_kvcache.engines._dialect import Dialect, has_prefix, looks_like
-from pytest_kvcache.engines._reading import Values, read_values
+from pytest_kvcache.engines._combining import Values, read_values
+from pytest_kvcache.engines._dialect import Dialect, JsonPath, has_prefix, looks_like
 from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.errors import UnknownEngine, UsageError
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import SnapshotRecord, ValueRecord
 
-__all__ = ["DIALECTS", "Dialect", "RawState", "Sample", "Samples", "Values", "clean", "detect", "named", "read", "read_values", "signs"]
+__all__ = [
+    "DIALECTS", "Dialect", "JsonPath", "RawState", "Sample", "Samples", "Values", "clean", "detect", "imported", "named", "owned_by", "read",
+    "read_values", "signs",
+]  # fmt: skip
 
 
 def _found() -> dict[str, Dialect]:
@@ -21,6 +27,9 @@ def _found() -> dict[str, Dialect]:
     dialects = [importlib.import_module(f"{__name__}.{name}").DIALECT for name in modules]
     return {dialect.name: dialect for dialect in dialects}
 
+
+# level:metric:operation, as recording rules are named; has_prefix takes a name that begins with an engine's own.
+_RULE = re.compile(r"\w+:\w+:\w+")
 
 DIALECTS: dict[str, Dialect] = _found()
 
@@ -38,14 +47,44 @@ def signs(raw: RawState, dialects: Iterable[Dialect] | None = None) -> tuple[lis
     """Return the dialects that a state names surely (by its series or a JSON body of its own) and weakly (``owned_by`` of /v1/models)."""
     candidates = list(DIALECTS.values() if dialects is None else dialects)
     names = raw.metrics.names if raw.metrics is not None else frozenset()
-    owners = _owners(raw)
-    sure = [
-        dialect
-        for dialect in candidates
-        if any(has_prefix(name, dialect.series_prefix) for name in names)
-        or any(looks_like(raw.json.get(path.path), path.sign) for path in dialect.json_paths if path.sign)
-    ]
-    return sure, [dialect for dialect in candidates if dialect.owned_by in owners]
+    owners = owned_by(raw.json.get("/v1/models"))
+    sure = [dialect for dialect in candidates if _is_sure(dialect, raw, names)]
+    covered = {name for dialect in sure for name in dialect.covers}
+    weak = [dialect for dialect in candidates if dialect.owned_by in owners]
+    return [dialect for dialect in sure if dialect.name not in covered], weak
+
+
+def _is_sure(dialect: Dialect, raw: RawState, names: frozenset[str]) -> bool:
+    if dialect.claims is not None:
+        return dialect.claims(raw)
+    if any(has_prefix(name, dialect.series_prefix) for name in names):
+        return True
+    return any(looks_like(raw.json.get(path.path), path.sign) for path in dialect.json_paths if path.sign)
+
+
+def imported(spec: str) -> Dialect:
+    """Return the dialect that ``module:NAME`` names. The module may lie in the current folder. Raises UsageError."""
+    where = "--kv-engine-from"
+    module_name, _, name = spec.partition(":")
+    if not (module_name and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
+        raise UsageError(f"{clean(spec, 80)!r} is not module:NAME", where=where, hint="my_engines:DIALECT")
+    here = str(Path.cwd())
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # what a module does while it is imported is its own
+        reason = f"{type(error).__name__}: {clean(str(error), 200)}"
+        raise UsageError(f"{module_name} cannot be imported: {reason}", where=where, hint="PYTHONPATH must hold its folder") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    found = getattr(module, name, None)
+    if not isinstance(found, Dialect):
+        seen_there = "is not there" if found is None else f"is of type {type(found).__name__} and no Dialect"
+        raise UsageError(f"{module_name}:{name} {seen_there}", where=where, hint="a value of pytest_kvcache.engines.Dialect")
+    return found
 
 
 def detect(raw: RawState, dialects: Iterable[Dialect] | None = None) -> Dialect:
@@ -76,7 +115,10 @@ def seen(raw: RawState) -> str:
         families = sorted({clean(name, 60) for name in raw.metrics.names})
         more = f" and {len(families) - 12} more" if len(families) > 12 else ""
         said.append(f"/metrics has {len(families)} series: {', '.join(families[:12])}{more}")
-    owners = sorted(_owners(raw))
+        rules = [name for name in families if _RULE.fullmatch(name)]
+        if rules:
+            said.append(f"{rules[0]} looks like a recording rule, which adds or averages already: the engine's own series are needed")
+    owners = sorted(owned_by(raw.json.get("/v1/models")))
     if owners:
         said.append(f"/v1/models says owned_by {', '.join(owners[:5])}")
     answered = [path for path, body in raw.json.items() if not isinstance(body, Missing) and path != "/v1/models"]
@@ -85,8 +127,8 @@ def seen(raw: RawState) -> str:
     return "; ".join(said)
 
 
-def _owners(raw: RawState) -> set[str]:
-    body = raw.json.get("/v1/models")
+def owned_by(body: object) -> set[str]:
+    """Return who owns the models of a /v1/models body; nobody where it has another shape."""
     rows = body.get("data") if isinstance(body, dict) else None
     if not isinstance(rows, list):
         return set()

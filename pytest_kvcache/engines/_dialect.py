@@ -6,7 +6,7 @@ A rule is data. The reader in ``_reading.py`` applies it to what was read from a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +15,15 @@ from pytest_kvcache.quantities import QUANTITIES, Value
 
 if TYPE_CHECKING:
     from pytest_kvcache.engines._reading import View
+    from pytest_kvcache.engines._state import RawState, Sample
 
 Counts = Literal["blocks", "tokens"]
 Parse = Literal["number", "text", "flag"]
+
+# What Prometheus, its relabelling and Ray add to a series to say which server it came from.
+TARGET_LABELS = ("instance", "pod", "ReplicaId", "WorkerId")
+# The rest of what they add; no part of what an engine says.
+ADDED_LABELS = frozenset({*TARGET_LABELS, "job", "namespace", "node", "container", "service", "endpoint", "cluster", "Component", "NodeAddress"})
 
 
 @dataclass(frozen=True)
@@ -26,18 +32,33 @@ class Series:
 
     ``where`` narrows rows by label (any of the label names in the key that a row has, any of the values). Rows may differ in the
     labels of ``over`` and are then added. Rows that differ in ``pid`` are one gauge told by several processes: the highest
-    counts. ``hint`` says what it takes for the series to be there.
+    counts. ``hint`` says what it takes for the series to be there. ``shared`` takes a row that the ranks of one front end share as each
+    rank's own (a size that holds for all of them). ``scale`` is what one unit of the series is in units of the quantity. ``unborn``
+    says why a counter that is not there is zero, where the engine shows a counter only after its first event and ``alive`` (series
+    of the same engine, each of them) show that it is being read; "" where absence tells nothing, which is the rule.
     """
 
     names: tuple[str, ...]
     where: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     over: tuple[str, ...] = ()
     hint: str = ""
+    shared: bool = False
+    scale: float = 1.0
+    unborn: str = ""
+    alive: tuple[str, ...] = ()
+
+    def source(self, spelled: str) -> str:
+        """Return what was read, for a Reading: the series as it is spelled there, narrowed as the rule narrows it."""
+        narrowed = ",".join(f"{keys[0]}={'|'.join(values)}" for keys, values in self.where.items())
+        return spelled + (f"{{{narrowed}}}" if narrowed else "") + (f" x {self.scale:.0f}" if self.scale != 1 else "")
 
     def describe(self) -> str:
         """Return where the value comes from, in words for the docs."""
         narrowed = ", ".join(f"{keys[0]}={'|'.join(values)}" for keys, values in self.where.items())
-        return " or ".join(self.names) + (f" where {narrowed}" if narrowed else "")
+        scaled = f" x {self.scale:.0f}" if self.scale != 1 else ""
+        return (
+            " or ".join(self.names) + (f" where {narrowed}" if narrowed else "") + scaled + (f" (absent is 0: {self.unborn})" if self.unborn else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +76,7 @@ class InfoLabel:
 
 @dataclass(frozen=True)
 class JsonField:
-    """A field of a JSON body, reached by keys; a number as key indexes a list."""
+    """A field of a JSON body, reached by keys; a number as key indexes a list, -1 is its last element."""
 
     path: str
     keys: tuple[str | int, ...]
@@ -63,7 +84,7 @@ class JsonField:
 
     def describe(self) -> str:
         """Return where the value comes from, in words for the docs."""
-        return f"{self.path} {'.'.join(str(key) for key in self.keys)}"
+        return f"{self.path} {'.'.join('last' if key == -1 else str(key) for key in self.keys)}"
 
 
 @dataclass(frozen=True)
@@ -139,42 +160,63 @@ class JsonPath:
     """A JSON body that the dialect reads. ``per_sample`` bodies move and are cheap; the others are read once a snapshot.
 
     ``sign`` are keys that only this engine's body has (of the first element, where the body is a list): they identify it.
+    ``without_metrics`` bodies repeat what the metrics say, and are read only where those are switched off. ``destructive`` bodies are
+    gone once they are read, for every other reader as well: they are read only where the user allows it.
     """
 
     path: str
     per_sample: bool = False
     sign: tuple[str, ...] = ()
+    without_metrics: bool = False
+    destructive: bool = False
 
 
 @dataclass(frozen=True)
 class Dialect:
     """How one engine is read.
 
-    ``series_prefix`` and ``owned_by`` (of /v1/models) and the signs of ``json_paths`` identify it. ``counts`` is the unit of its
-    pool; ``idle_cached_is_free`` says whether KV that is cached and not referenced counts as free; ``gauge_scale`` is what a full
-    pool reads on its usage gauge. Series with different values of ``rank_label`` are engine ranks behind one front end;
-    ``server_labels`` tell servers apart where one exposition holds several. ``remarks`` says what a reader should know of a state.
+    ``series_prefix`` and ``owned_by`` (of /v1/models) and the signs of ``json_paths`` identify it; ``claims`` replaces the first and the
+    last where a prefix is not enough. ``covers`` are the names of dialects whose series an exposition of this one holds as well: a
+    wrapper, or a special form. ``counts`` is the unit of its pool; ``idle_cached_is_free`` says whether KV that is cached and not
+    referenced counts as free (None: nobody told), and ``meaning`` in a sentence what "used" is where it is not "held by live requests".
+    ``gauge_scale`` is what a full pool reads on its usage gauge. ``metrics_paths`` are tried in order.
+
+    Series with different values of ``rank_label`` are engine ranks behind one front end; ``server_labels`` tell servers apart where one
+    exposition holds several. ``label_aliases`` are other names of a label on some series. ``mirror_labels`` tell copies of one value
+    apart, which are never added. ``rows`` makes series out of JSON bodies. ``remarks`` says what a reader should know of a state.
+    ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
+    ``full_errors`` are words of the engine's errors that a request gets only when the pool is full.
     """
 
     name: str
     title: str
     series_prefix: str
     counts: Counts
-    idle_cached_is_free: bool
+    idle_cached_is_free: bool | None
     reads: Mapping[str, Rule]
     version: Rule
     owned_by: str = ""
     gauge_scale: float = 1.0
     json_paths: tuple[JsonPath, ...] = ()
+    metrics_paths: tuple[str, ...] = ("/metrics",)
     rank_label: str = ""
     server_labels: tuple[str, ...] = ()
     model_label: str = ""
+    model_in_any_case: bool = False
+    label_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mirror_labels: frozenset[str] = frozenset()
     extra_series: tuple[str, ...] = ()
+    full_errors: tuple[str, ...] = ()
+    claims: Callable[[RawState], bool] | None = None
+    covers: tuple[str, ...] = ()
+    rows: Callable[[RawState], Mapping[str, Sequence[Sample]]] | None = None
     remarks: Callable[[View], list[str]] | None = None
+    meaning: str = ""
+    since: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         silent = [name for name in QUANTITIES if name not in self.reads]
-        unknown = [name for name in self.reads if name not in QUANTITIES]
+        unknown = [name for name in (*self.reads, *self.since) if name and name not in QUANTITIES]
         if silent or unknown:
             raise ValueError(f"dialect {self.name}: says nothing of {silent}, speaks of unknown {unknown}")
 
@@ -194,7 +236,7 @@ class Dialect:
 
 def _series_of(rule: Rule) -> tuple[str, ...]:
     if isinstance(rule, Series):
-        return rule.names
+        return (*rule.names, *rule.alive)
     if isinstance(rule, InfoLabel):
         return (rule.family,)
     if isinstance(rule, Derived):
@@ -210,21 +252,27 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {}
 def spellings(name: str) -> tuple[str, ...]:
     """Return the forms in which a series name of an engine is found, its own form first.
 
-    Exporters, recording rules and Ray rename: ``vllm:x`` is also ``vllm_x``, ``vllm.x``, ``ray_vllm_x`` and ``ray_vllm:x``.
-    Source: engines.md, sections 10 and 11. A name without a colon has one form.
+    Exporters, collectors and Ray rename: ``vllm:x`` is also ``vllm_x``, ``vllm.x``, ``ray_vllm_x`` and ``ray_vllm:x``; a counter
+    ``vllm:x_total`` is also ``vllm.x.total`` and ``vllm.x.count``. Source: engines.md, sections 10 and 11. A name without a colon has one
+    form, but for TensorRT-LLM's, which Dynamo printed with a colon (section 5).
     """
     known = _SPELLINGS.get(name)
     if known is None:
         prefix, colon, rest = name.partition(":")
-        forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}") if colon else (name,)
+        forms: tuple[str, ...] = (name,)
+        if colon:
+            forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}")
+        if colon and rest.endswith("_total"):
+            forms += (f"{prefix}.{rest.removesuffix('_total')}.total", f"{prefix}.{rest.removesuffix('_total')}.count")
+        elif name.startswith("trtllm_"):
+            forms += (name.replace("_", ":", 1),)
         known = _SPELLINGS[name] = forms
     return known
 
 
 def has_prefix(name: str, prefix: str) -> bool:
     """Say whether a series name as found in an exposition belongs to an engine whose own names begin with ``prefix`` and a colon."""
-    bare = name.removeprefix("ray_")
-    return bare.startswith(prefix) and bare[len(prefix) : len(prefix) + 1] in {":", "_", "."}
+    return any(bare.startswith(prefix) and bare[len(prefix) : len(prefix) + 1] in {":", "_", "."} for bare in (name, name.removeprefix("ray_")))
 
 
 def looks_like(body: Any, sign: tuple[str, ...]) -> bool:

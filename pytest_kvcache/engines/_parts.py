@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from pytest_kvcache.engines._dialect import Dialect
-from pytest_kvcache.engines._state import RawState, Sample, clean
+from pytest_kvcache.engines._state import Sample, Samples, clean
 
 MOST_PARTS = 256
 
@@ -13,14 +14,20 @@ MOST_PARTS = 256
 class Parts:
     """Which part each row belongs to. A row without some of the labels belongs to every part that it does not contradict."""
 
-    def __init__(self, dialect: Dialect, raw: RawState) -> None:
+    def __init__(self, dialect: Dialect, samples: Samples | None) -> None:
         labels = [*dialect.server_labels, dialect.model_label, dialect.rank_label]
         self.labels = tuple(label for label in labels if label)
+        own = {dialect.model_label, dialect.rank_label}
+        # A label of the engine that clashes with one of the scrape target is renamed by Prometheus: exported_<label>.
+        self._names = tuple(
+            (*((f"exported_{label}",) if label in own else ()), label, *dialect.label_aliases.get(label, ())) for label in self.labels
+        )
+        self._any_case = self.labels.index(dialect.model_label) if dialect.model_label and dialect.model_in_any_case else -1
         self.rank_at = len(self.labels) - 1 if dialect.rank_label else None
         self.model_at = len(dialect.server_labels) if dialect.model_label else None
         found: dict[tuple[str | None, ...], None] = {}
-        if raw.metrics is not None and self.labels:
-            for rows in raw.metrics.rows.values():
+        if samples is not None and self.labels:
+            for rows in samples.rows.values():
                 for row in rows:
                     found[self.key(row)] = None
         # A key that another one refines is no part of its own. Beyond the bound all rows are one part, which then reads as Missing.
@@ -30,7 +37,11 @@ class Parts:
 
     def key(self, row: Sample) -> tuple[str | None, ...]:
         """Return the labels of a row that tell parts apart; None for one that it has not."""
-        return tuple(row.labels.get(label) for label in self.labels)
+        labels = row.labels
+        key = [next((labels[name] for name in names if name in labels), None) for names in self._names]
+        if self._any_case >= 0 and key[self._any_case]:
+            key[self._any_case] = str(key[self._any_case]).lower()
+        return tuple(key)
 
     def of(self, row: Sample) -> tuple[int, ...]:
         """Return the numbers of the parts that the row may belong to."""
@@ -44,6 +55,26 @@ class Parts:
     def front_end(self, number: int) -> tuple[str | None, ...]:
         """Return the key of a part without its rank: ranks of one front end share it."""
         return tuple(value for at, value in enumerate(self.keys[number]) if at != self.rank_at)
+
+    def of_model(self, model: str) -> list[int]:
+        """Return the parts of the model that was asked for, where the exposition names it; none where it does not."""
+        if self.model_at is None or not model:
+            return []
+        asked = model.lower() if self.model_at == self._any_case else model
+        return [number for number, key in enumerate(self.keys) if key[self.model_at] == asked]
+
+    def of_models(self, numbers: Sequence[int]) -> list[str]:
+        """Return the note on several models: which are added up, or which of them is read."""
+        if self.model_at is None:
+            return []
+        every = sorted({clean(model, 80) for key in self.keys if (model := key[self.model_at]) is not None})
+        read = {clean(model, 80) for number in numbers if (model := self.keys[number][self.model_at]) is not None}
+        if len(every) < 2:
+            return []
+        shown = f"{', '.join(every)[:200]}"
+        if len(read) < len(every):
+            return [f"{len(every)} models in one exposition ({shown}): only {', '.join(sorted(read))} is read, which was asked for"]
+        return [f"{len(every)} models in one exposition ({shown}): what adds is their sum; name one (--kv-model) to read it alone"]
 
     @cached_property
     def names(self) -> list[str]:

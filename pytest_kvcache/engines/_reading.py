@@ -1,70 +1,36 @@
-"""Applies a dialect to what was read from a server: canonical quantities for the whole server and for each engine rank.
+"""Applies a dialect to what was read of one part of a server: a rank, a replica, or the whole of a server that has no parts.
 
-One exposition may hold several engines: data-parallel ranks, replicas, targets of a federation. Rows are first sorted into
-parts by the labels that tell parts apart; each part is read by itself, and the parts are then combined by the rule of each
-quantity: pools and requests add, usage is weighted by the pool, what is configured must agree. A part that lacks a quantity makes
-it Missing for the whole: a partial sum would look like a measurement.
+Each quantity is read by its rule, and its unit, scale and range are checked. What cannot be read is Missing with the reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_kvcache.engines._dialect import Derived, Dialect, FirstOf, InfoLabel, JsonField, LogFact, NoReading, Parse, Rule, Series, spellings
 from pytest_kvcache.engines._parts import Parts
-from pytest_kvcache.engines._state import RawState, Sample, clean
+from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 
 # A gauge may pass full by rounding alone. More is another scale (percent) or another engine's gauge: engines.md, trap 1.
 FULL = 1.0001
-_SAME = frozenset({"block_size", "kv_dtype", "prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"})
-_LEAST = frozenset({"max_model_len"})
-_LATEST = frozenset({"start_time"})
-_ADDED = frozenset(QUANTITIES) - _SAME - _LEAST - _LATEST - {"usage"}
-_REASON_LIMIT = 300
+REASON_LIMIT = 300
+# How the parts of a server make a whole: what must agree, of which the least or the latest counts, and what adds. Usage is weighted.
+SAME = frozenset({"block_size", "kv_dtype", "prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"})
+LEAST = frozenset({"max_model_len"})
+LATEST = frozenset({"start_time"})
+ADDED = frozenset(QUANTITIES) - SAME - LEAST - LATEST - {"usage"}
 
 
-@dataclass(frozen=True)
-class Values:
-    """Canonical quantities of one look at a server: for the whole, and by part where it has several. ``notes`` is what to know of them."""
-
-    whole: dict[str, Value]
-    ranks: dict[str, dict[str, Value]]
-    notes: list[str]
-    version: str
-
-
-def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Collection[str] | None = None) -> Values:
-    """Return the quantities of ``only`` (default: all) and, when all are read, the notes and the version.
-
-    What cannot be read is Missing with its reason. ``wall_s`` is the Unix time that each Reading carries.
-    """
-    parts = Parts(dialect, raw)
-    names = [name for name in QUANTITIES if only is None or name in only]
-    views = [View(dialect, raw, parts, number, wall_s) for number in range(len(parts.keys))]
-    for view in views:
-        view.parts = views
-    everything = only is None
-    if len(views) == 1:
-        view = views[0]
-        whole = {name: view.value(name) for name in names}
-        return Values(whole, {}, _notes(view) if everything else [], _version(view) if everything else "")
-    rest = View(dialect, raw, parts, None, wall_s)
-    rest.parts = views
-    whole = {}
-    for name in names:
-        combined = _combine(name, views, parts.names)
-        if isinstance(combined, Missing) and not combined.cannot_happen:
-            # Series that name no part (vLLM's admission_rejections_total) speak of the whole server.
-            of_all = rest.value(name)
-            combined = of_all if isinstance(of_all, Reading) else combined
-        whole[name] = combined
-    ranks = {part: {name: view.value(name) for name in names} for part, view in zip(parts.names, views, strict=True)}
-    notes = [*_notes(rest), *_spread(ranks)] if everything else []
-    return Values(whole, ranks, notes, _version(rest) if everything else "")
+def samples_of(dialect: Dialect, raw: RawState) -> Samples | None:
+    """Return the exposition with the series that the dialect makes of JSON bodies."""
+    made = dialect.rows(raw) if dialect.rows is not None else {}
+    if not made:
+        return raw.metrics
+    told = raw.metrics if raw.metrics is not None else Samples({}, frozenset())
+    return Samples({**told.rows, **made}, told.names | made.keys(), told.bad_lines)
 
 
 class View:
@@ -72,9 +38,10 @@ class View:
 
     parts: list[View]
 
-    def __init__(self, dialect: Dialect, raw: RawState, parts: Parts, part: int | None, wall_s: float) -> None:
+    def __init__(self, dialect: Dialect, raw: RawState, samples: Samples | None, parts: Parts, part: int | None, wall_s: float) -> None:
         self.dialect = dialect
         self.raw = raw
+        self.samples = samples
         self.wall_s = wall_s
         self._parts = parts
         self._part = part
@@ -96,7 +63,7 @@ class View:
     def reading(self, name: str, value: float | str | bool, source: str) -> Reading:
         """Return a Reading of quantity ``name`` in its unit, at the time of this look."""
         unit = QUANTITIES[name].unit
-        return Reading(_plain(value, unit), unit, source, self.wall_s)
+        return Reading(plain(value, unit), unit, source, self.wall_s)
 
     @property
     def peers(self) -> list[View]:
@@ -104,7 +71,7 @@ class View:
         if self._part is None:
             return [self]
         mine = self._parts.front_end(self._part)
-        return [view for number, view in enumerate(self.parts) if self._parts.front_end(number) == mine]
+        return [view for view in self.parts if view._part is not None and self._parts.front_end(view._part) == mine]
 
     @property
     def models(self) -> list[str]:
@@ -118,7 +85,7 @@ class View:
 
     def has(self, *families: str) -> bool:
         """Say whether the exposition names any of these series, in any spelling."""
-        metrics = self.raw.metrics
+        metrics = self.samples
         return metrics is not None and any(spelled in metrics.names for family in families for spelled in spellings(family))
 
     def rows(self, family: str, *, shared: bool = False) -> tuple[str, list[Sample]]:
@@ -126,7 +93,7 @@ class View:
 
         ``shared`` takes rows that all ranks of one front end share as well (an info series without the rank's label).
         """
-        metrics = self.raw.metrics
+        metrics = self.samples
         if metrics is not None:
             for spelled in spellings(family):
                 rows = [row for row in metrics.rows.get(spelled, ()) if self._mine(row, shared)]
@@ -153,7 +120,7 @@ class View:
         if not rows:
             models = self.models
             if models and self.has(family):
-                return source, Missing(f"{family} names no model, and {len(models)} models share this engine: {', '.join(models)}"[:_REASON_LIMIT])
+                return source, Missing(f"{family} names no model, and {len(models)} models share this engine: {', '.join(models)}"[:REASON_LIMIT])
             return source, Missing(f"{family} is not in /metrics")
         texts = {row.labels[label] for row in rows if label in row.labels}
         if not texts:
@@ -193,20 +160,25 @@ class View:
             if isinstance(inner, NoReading) and inner.never:
                 return value
             reasons[value.reason] = None
-        return Missing(clean("; ".join(reasons), _REASON_LIMIT))
+        return Missing(clean("; ".join(reasons), REASON_LIMIT))
 
     def _series(self, rule: Series, name: str) -> Value:
-        if self.raw.metrics is None:
+        if self.samples is None:
             return Missing(self.raw.metrics_reason)
         narrowed = ""
         for family in rule.names:
-            spelled, rows = self.rows(family)
+            spelled, rows = self.rows(family, shared=rule.shared)
             if rows and rule.where:
                 rows = [row for row in rows if _matches(row, rule.where)]
                 narrowed = narrowed or f"{spelled} has no row where {rule.describe().partition(' where ')[2]}"
             if rows:
-                value = _fold(rows, rule.over, QUANTITIES[name].kind == "counter", spelled)
-                return value if isinstance(value, Missing) else self.checked(name, value, spelled)
+                source = rule.source(spelled)
+                value = _fold(rows, rule.over, name, source, self.dialect.mirror_labels)
+                return value if isinstance(value, Missing) else self.checked(name, value * rule.scale, source)
+        if rule.unborn and self._part is not None and all(self.rows(family)[1] for family in rule.alive):
+            return self.reading(name, 0, f"{rule.names[0]} is not there, which is 0: {rule.unborn}")
+        if self.raw.metrics is None and not rule.names[0].startswith("/"):
+            return Missing(self.raw.metrics_reason)
         hint = f": {rule.hint}" if rule.hint else ""
         return Missing((narrowed or f"{rule.names[0]} is not in /metrics") + hint)
 
@@ -257,7 +229,7 @@ class View:
 
     def _log_fact(self, fact: str, name: str) -> Value:
         value = self.raw.log_facts.get(fact)
-        if value is not None and self._part is not None and len(self.parts) > 1 and name in _ADDED:
+        if value is not None and self._part is not None and len(self.parts) > 1 and name in ADDED:
             return Missing("the start-up log states it for the whole server")
         if value is None:
             return Missing("the start-up log does not state it" if self.raw.log_facts else "no start-up log is at hand")
@@ -265,24 +237,31 @@ class View:
 
 
 def _matches(row: Sample, where: Mapping[tuple[str, ...], tuple[str, ...]]) -> bool:
-    return all(any(row.labels.get(key) in values for key in keys) for keys, values in where.items())
+    labels = row.labels
+    return all(any(labels.get(f"exported_{key}", labels.get(key)) in values for key in keys) for keys, values in where.items())
 
 
-def _fold(rows: Sequence[Sample], over: tuple[str, ...], counter: bool, source: str) -> float | Missing:
+def _fold(rows: Sequence[Sample], over: tuple[str, ...], name: str, source: str, mirrors: frozenset[str] = frozenset()) -> float | Missing:
     """Return one number for the rows of one series in one part, or why that cannot be done."""
     if len(rows) == 1:
         return rows[0].value
+    kind = QUANTITIES[name].kind
     groups: dict[tuple[tuple[str, str], ...], list[Sample]] = {}
     for row in rows:
-        groups.setdefault(tuple(sorted((k, v) for k, v in row.labels.items() if k != "pid")), []).append(row)
+        groups.setdefault(tuple(sorted((k, v) for k, v in row.labels.items() if k != "pid" and k not in mirrors)), []).append(row)
     total = 0.0
     for same in groups.values():
         values = [row.value for row in same]
         by_process = len({row.labels.get("pid") for row in same}) == len(same)
-        if len(set(values)) > 1 and not by_process:
+        mirrored = bool(mirrors) and len({tuple(row.labels.get(label) for label in mirrors) for row in same}) == len(same)
+        if len(set(values)) > 1 and not by_process and not mirrored:
             return Missing(f"{source} is there {len(same)} times with different values")
-        # One live process and stale ones: engines.md, trap 8. Counters of processes are shares of one count.
-        total += sum(values) if counter and by_process else max(values)
+        if mirrored and not by_process:
+            # Ranks that hold slices of one pool tell of it each: what the worst of them tells holds (engines.md, trap 7).
+            total += min(values) if kind == "config" or name.startswith("free_") else max(values)
+        else:
+            # One live process and stale ones: engines.md, trap 8. Counters of processes are shares of one count.
+            total += sum(values) if kind == "counter" and by_process else max(values)
     keys = [dict(key) for key in groups]
     differing = {label for key in keys for label in key if any(other.get(label) != key[label] for other in keys)}
     if differing - set(over):
@@ -292,75 +271,22 @@ def _fold(rows: Sequence[Sample], over: tuple[str, ...], counter: bool, source: 
     return total
 
 
-def _combine(name: str, views: Sequence[View], names: Sequence[str]) -> Value:
-    values = [view.value(name) for view in views]
-    if all(isinstance(value, Missing) and value.cannot_happen for value in values):
-        return values[0]
-    lacking = [value for value in values if isinstance(value, Missing)]
-    if len(lacking) == len(values) and len({value.reason for value in lacking}) == 1:
-        return lacking[0]
-    for value, part in zip(values, names, strict=True):
-        if isinstance(value, Missing):
-            return Missing(f"engine {part}: {value.reason}"[:_REASON_LIMIT])
-    readings = [value for value in values if isinstance(value, Reading)]
-    first, many = readings[0], len(readings)
-    if name in _SAME:
-        shown = sorted({str(reading.value) for reading in readings})
-        return first if len(shown) == 1 else Missing(f"{many} engines differ: {', '.join(shown)[:100]}")
-    if name == "usage":
-        return _weighted(readings, views)
-    numbers = [reading.number() for reading in readings]
-    rule: tuple[str, Callable[[list[float]], float]] = ("sum", sum)
-    if name in _LEAST:
-        rule = ("least", min)
-    elif name in _LATEST:
-        rule = ("latest", max)
-    total = rule[1](numbers)
-    return Reading(_plain(total, first.unit), first.unit, f"{rule[0]} over {many} engines of {first.source}", first.wall_s)
-
-
-def _weighted(usages: Sequence[Reading], views: Sequence[View]) -> Value:
-    """Return the pool-weighted mean of the engines' usage (never their sum, and no plain mean: engines.md, trap 6)."""
-    pool = "usable_blocks" if views[0].dialect.counts == "blocks" else "pool_tokens"
-    weights = [view.number(pool) for view in views]
-    for weight in weights:
-        if isinstance(weight, Missing):
-            return Missing(f"usage of {len(views)} engines cannot be weighted without their pools: {weight.reason}"[:_REASON_LIMIT])
-    sizes = [weight for weight in weights if not isinstance(weight, Missing)]
-    if not sum(sizes):
-        return Missing("the pools of all engines are empty")
-    mean = sum(usage.number() * size for usage, size in zip(usages, sizes, strict=True)) / sum(sizes)
-    return Reading(mean, "ratio", f"{usages[0].source} of {len(views)} engines, weighted by {pool}", usages[0].wall_s)
-
-
-def _plain(value: float | str | bool, unit: str) -> float | str | bool:
+def plain(value: float | str | bool, unit: str) -> float | str | bool:
     if isinstance(value, float) and unit not in {"ratio", "s"} and value.is_integer():
         return int(value)
     return value
 
 
-def _version(view: View) -> str:
+def version_of(view: View) -> str:
     value = view.apply(view.dialect.version, "kv_dtype")  # read as any text quantity is
     return clean(str(value.value), 60) if isinstance(value, Reading) else ""
 
 
-def _notes(view: View) -> list[str]:
+def notes_of(view: View) -> list[str]:
     notes = list(view.dialect.remarks(view)) if view.dialect.remarks is not None else []
+    if view.dialect.meaning:
+        notes.append(view.dialect.meaning)
     metrics = view.raw.metrics
     if metrics is not None and metrics.bad_lines:
         notes.append(f"{len(metrics.bad_lines)} lines of /metrics could not be read, such as {metrics.bad_lines[0]!r}")
     return notes
-
-
-def _spread(ranks: Mapping[str, Mapping[str, Value]]) -> list[str]:
-    """Return the note that shows each engine's usage with its free and usable pool: a mean hides the full one."""
-    shown = []
-    for part, values in ranks.items():
-        usage, free, pool = values["usage"], values["free_blocks"], values["usable_blocks"]
-        if isinstance(usage, Reading) and isinstance(free, Reading) and isinstance(pool, Reading):
-            shown.append((usage.number(), f"{part}: {usage.number() * 100:.1f} % ({free.number():.0f} of {pool.number():.0f} blocks free)"))
-    if not shown:
-        return []
-    fullest = sorted(shown, reverse=True)[:8]
-    more = f"; {len(shown) - len(fullest)} more" if len(shown) > len(fullest) else ""
-    return [f"usage by engine, fullest first: {'; '.join(text for _, text in fullest)}{more}"]

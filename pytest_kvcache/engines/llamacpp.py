@@ -7,6 +7,7 @@ Source: llama.cpp b11434, ``tools/server/server-task.cpp`` and ``server-context.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pytest_kvcache.engines._dialect import Derived, Dialect, JsonField, JsonPath, LogFact, Series, absent, cannot_happen, first_of
@@ -19,6 +20,7 @@ _METRICS = "needs the server's --metrics flag"
 _PROMPT = "llamacpp:prompt_tokens_total"
 _CACHED = "llamacpp:prompt_tokens_cached_total"
 _SIX_DIGITS = 1e6
+_HELD = "sum over processing /slots of n_prompt_tokens, at most what its own task stored (n_prompt_tokens_cache + _processed + n_decoded - 1)"
 
 
 def _slots(view: View) -> list[dict[str, Any]] | Missing:
@@ -64,20 +66,34 @@ def _pool_tokens(view: View) -> Value:
     )
 
 
+def _held(slot: Mapping[str, Any]) -> int | None:
+    """Tokens that a slot holds for the request it serves now; 0 for an idle slot, None where this build does not tell.
+
+    A slot that has just been given a request still counts the tokens of its last one, until the prompt's first batch is its turn: those
+    are as free as those of an idle slot. What its own task stored bounds them: reused prefix, prompt, and output without the token drawn
+    last, which n_prompt_tokens may count and the cache does not hold (seen: 2,049 tokens by n_prompt_tokens in a full pool of 2,048).
+    """
+    if slot.get("is_processing") is not True:
+        return 0
+    tokens = _whole_number(slot.get("n_prompt_tokens"))
+    following = slot.get("next_token")
+    following = following[0] if isinstance(following, list) and following else following
+    drawn = _whole_number(following.get("n_decoded")) if isinstance(following, dict) else None
+    reused, prompt = (_whole_number(slot.get(f"n_prompt_tokens_{part}")) for part in ("cache", "processed"))
+    if tokens is None or reused is None or prompt is None or drawn is None:
+        return tokens
+    return min(tokens, reused + prompt + max(drawn - 1, 0))
+
+
 def _used_tokens(view: View) -> Value:
     """Tokens in the slots that serve a request now. A slot keeps its tokens after the end; the next request takes them over."""
     slots = _slots(view)
     if isinstance(slots, Missing):
         return slots
-    held = 0
-    for slot in slots:
-        if slot.get("is_processing") is not True:
-            continue
-        tokens = _whole_number(slot.get("n_prompt_tokens"))
-        if tokens is None:
-            return Missing("/slots of this build states no n_prompt_tokens: what a slot holds is not told")
-        held += tokens
-    return view.reading("used_tokens", held, "sum of /slots n_prompt_tokens over slots that are processing")
+    held = [_held(slot) for slot in slots]
+    if None in held:
+        return Missing("/slots of this build states no n_prompt_tokens: what a slot holds is not told")
+    return view.reading("used_tokens", sum(tokens for tokens in held if tokens is not None), _HELD)
 
 
 def _pool_and_used(view: View) -> tuple[int, int] | Missing:
@@ -135,15 +151,14 @@ def _remarks(view: View) -> list[str]:
     notes: list[str] = []
     slots, contexts = _slots(view), _slot_contexts(view)
     if not isinstance(slots, Missing) and not isinstance(contexts, Missing) and len(contexts) > 1 and _split(view):
-        held = [
-            (_whole_number(slot.get("n_prompt_tokens")) or 0 if slot.get("is_processing") is True else 0, n)
-            for slot, n in zip(slots, contexts, strict=True)
-        ]
+        held = [(_held(slot) or 0, n) for slot, n in zip(slots, contexts, strict=True)]
         used, size = max(held, key=lambda pair: pair[0] / pair[1])
         notes.append(
             f"split slots: each of the {len(contexts)} has a pool of its own, and a request is bound by its slot;"
             f" the fullest holds {used} of {size} tokens ({size - used} free)"
         )
+    if view.has("llamacpp:kv_cache_usage_ratio", "llamacpp:kv_cache_tokens"):
+        notes.append("a build of before June 2025: its KV gauges count the tokens that idle slots keep as used")
     if view.raw.metrics is not None:
         rows = [(name, row.value) for name in view.dialect.families for row in view.rows(name)[1]]
         if any(value >= _SIX_DIGITS for _, value in rows):
@@ -160,6 +175,7 @@ DIALECT = Dialect(
     counts="tokens",
     # A slot keeps the tokens of its last request, and the next request takes them over: they hold nobody up.
     idle_cached_is_free=True,
+    full_errors=("Context size has been exceeded",),
     json_paths=(
         JsonPath("/slots", per_sample=True, sign=("id", "n_ctx", "is_processing")),
         JsonPath("/props", sign=("default_generation_settings", "total_slots")),
@@ -167,6 +183,7 @@ DIALECT = Dialect(
     ),
     version=JsonField("/props", ("build_info",), "text"),
     remarks=_remarks,
+    since={"": "b5400 (n_prompt_tokens of /slots: 2025)"},
     reads={
         "pool_blocks": _NO_BLOCKS,
         "usable_blocks": _NO_BLOCKS,
@@ -187,9 +204,10 @@ DIALECT = Dialect(
         "kv_dtype": first_of(LogFact(), absent("llama.cpp states the KV type in its start-up log only")),
         "prefix_caching": absent("each request asks for it (cache_prompt); the server's default is not told"),
         "gpu_memory_utilization": cannot_happen("llama.cpp sizes its pool by tokens, not by a share of the card"),
-        "used_tokens": Derived("sum of /slots n_prompt_tokens over slots that are processing", _used_tokens),
+        # Builds until May 2025 (PR 13660) had gauges, in which the tokens of idle slots counted as used.
+        "used_tokens": first_of(Derived(_HELD, _used_tokens), Series(("llamacpp:kv_cache_tokens",))),
         "free_tokens": Derived("pool_tokens - used_tokens", _free_tokens),
-        "usage": Derived("used_tokens / pool_tokens", _usage),
+        "usage": first_of(Derived("used_tokens / pool_tokens", _usage), Series(("llamacpp:kv_cache_usage_ratio",))),
         # /slots first: running and used_tokens are then of one moment.
         "running": first_of(Derived("busy slots of /slots", _busy_slots), Series(("llamacpp:requests_processing",), hint=_METRICS)),
         "waiting": Series(("llamacpp:requests_deferred",), hint=_METRICS),

@@ -1,4 +1,4 @@
-"""vLLM 0.6 to 0.32: engines V0 and V1, relabelled names, data-parallel ranks, Ray replicas, and llm-d-inference-sim.
+"""vLLM 0.6 to 0.32: engines V0 and V1, relabelled names, data-parallel ranks. Ray Serve and llm-d-inference-sim build on it.
 
 Source: vLLM 0.32.0, ``vllm/v1/metrics/loggers.py``, ``vllm/v1/core/block_pool.py``, ``vllm/config/cache.py`` and
 ``vllm/v1/engine/core_client.py``; older names from its releases 0.6 to 0.31.
@@ -6,14 +6,18 @@ Source: vLLM 0.32.0, ``vllm/v1/metrics/loggers.py``, ``vllm/v1/core/block_pool.p
 
 from __future__ import annotations
 
-from pytest_kvcache.engines._dialect import Derived, Dialect, InfoLabel, JsonField, JsonPath, LogFact, Series, absent, first_of
+from pytest_kvcache.engines._dialect import TARGET_LABELS, Derived, Dialect, InfoLabel, JsonField, JsonPath, LogFact, Series, absent, first_of
 from pytest_kvcache.engines._reading import View
 from pytest_kvcache.engines._state import clean
 from pytest_kvcache.quantities import Missing, Reading, Value
 
 INFO = "vllm:cache_config_info"
+# Block gauges that articles and dashboards of V0's time name.
+_USED, _FREE = "vllm:num_used_gpu_blocks", "vllm:num_free_gpu_blocks"
 # V0 shows these; V1 never did. Any of them is enough.
 _V0_SIGNS = (
+    _USED,
+    _FREE,
     "vllm:num_requests_swapped",
     "vllm:cpu_cache_usage_perc",
     "vllm:cpu_prefix_cache_hit_rate",
@@ -23,26 +27,15 @@ _V0_SIGNS = (
 _SLEEP = "vllm:engine_sleep_state"
 _SUCCESS = ("vllm:request_success_total", "vllm:request_success")
 _REASON = ("finished_reason", "finish_reason")
-_TARGET_LABELS = ("instance", "pod", "ReplicaId", "WorkerId")
-# What Prometheus, its relabelling and Ray add to a series; no part of what the engine says.
-_ADDED_LABELS = frozenset({*_TARGET_LABELS, "job", "namespace", "node", "container", "service", "endpoint", "cluster", "Component", "NodeAddress"})
 
 
 def _is_v0(view: View) -> bool:
     return view.has(*_V0_SIGNS)
 
 
-def _is_simulated(view: View) -> bool:
-    """llm-d-inference-sim: an info series of exactly two labels, and ``finish_reason`` where vLLM says ``finished_reason``."""
-    _, rows = view.rows(INFO, shared=True)
-    if rows and set(rows[0].labels) - _ADDED_LABELS == {"block_size", "num_gpu_blocks"}:
-        return True
-    return any("finish_reason" in row.labels for name in _SUCCESS for row in view.rows(name)[1])
-
-
 def _null_blocks(view: View) -> int:
-    """Blocks that no request can hold: V1 keeps one (id 0), V0 and the simulator none."""
-    return 0 if _is_v0(view) or _is_simulated(view) else 1
+    """Blocks that no request can hold: V1 keeps one (id 0), V0 none."""
+    return 0 if _is_v0(view) else 1
 
 
 def _is_asleep(view: View) -> bool:
@@ -80,6 +73,17 @@ def _pool_from_log(view: View) -> Value:
     return view.reading("pool_blocks", tokens.number() / size.number(), f"{tokens.source} / {size.source}")
 
 
+def _pool_from_gauges(view: View) -> Value:
+    """V0's used and free blocks are all that there are."""
+    told = view.label(INFO, "num_gpu_blocks")[1]
+    if isinstance(told, Missing) and not view.has(_USED, _FREE):
+        return told
+    used, free = view.apply(Series((_USED,)), "used_blocks"), view.apply(Series((_FREE,)), "free_blocks")
+    if isinstance(used, Missing):
+        return used
+    return free if isinstance(free, Missing) else view.reading("pool_blocks", used.number() + free.number(), f"{used.source} + {free.source}")
+
+
 def _is_sum(view: View) -> bool:
     """Say whether the label is the sum over ranks, repeated; ranks that print different pools print their own."""
     texts = {text for peer in view.peers if isinstance(text := peer.label(INFO, "num_gpu_blocks")[1], str)}
@@ -99,7 +103,8 @@ def _held(view: View) -> tuple[int, int, str] | Missing:
     """Return used blocks, usable blocks and the formula. Inverse of usage = 1 - free / usable in ``block_pool.py``."""
     if _is_asleep(view):
         return Missing("the engine sleeps (vllm:engine_sleep_state): its pool is not there")
-    usage, usable = view.value("usage"), view.value("usable_blocks")
+    # The gauge alone: a usage that was computed from the blocks would be turned back into them.
+    usage, usable = view.apply(_USAGE, "usage"), view.value("usable_blocks")
     if isinstance(usage, Missing):
         return usage
     if isinstance(usable, Missing):
@@ -109,13 +114,44 @@ def _held(view: View) -> tuple[int, int, str] | Missing:
 
 
 def _used_blocks(view: View) -> Value:
+    stated = view.apply(Series((_USED,)), "used_blocks")
+    if isinstance(stated, Reading):
+        return stated
     held = _held(view)
-    return held if isinstance(held, Missing) else view.reading("used_blocks", held[0], held[2])
+    if isinstance(held, Missing):
+        return _rest_of(view, _FREE, "used_blocks") or held
+    return view.reading("used_blocks", held[0], held[2])
 
 
 def _free_blocks(view: View) -> Value:
+    stated = view.apply(Series((_FREE,)), "free_blocks")
+    if isinstance(stated, Reading):
+        return stated
     held = _held(view)
-    return held if isinstance(held, Missing) else view.reading("free_blocks", held[1] - held[0], f"{held[1]} usable blocks - {held[2]}")
+    if isinstance(held, Missing):
+        return _rest_of(view, _USED, "free_blocks") or held
+    return view.reading("free_blocks", held[1] - held[0], f"{held[1]} usable blocks - {held[2]}")
+
+
+def _rest_of(view: View, series: str, name: str) -> Value | None:
+    """Return what V0's other block gauge leaves of the pool; None where it does not tell."""
+    part, usable = view.apply(Series((series,)), name), view.value("usable_blocks")
+    if isinstance(part, Missing) or isinstance(usable, Missing):
+        return None
+    return view.checked(name, usable.number() - part.number(), f"{usable.source} - {part.source}")
+
+
+def _usage(view: View) -> Value:
+    gauge = view.apply(_USAGE, "usage")
+    if isinstance(gauge, Reading) or not view.has(_USED, _FREE):
+        return gauge
+    used, free = view.value("used_blocks"), view.value("free_blocks")
+    if isinstance(used, Missing):
+        return used
+    if isinstance(free, Missing):
+        return free
+    total = used.number() + free.number()
+    return view.checked("usage", used.number() / total, f"{used.source} / (used + free)") if total else Missing("the pool has no block")
 
 
 def _pool_product(view: View) -> Value:
@@ -178,14 +214,16 @@ def _swapped(view: View) -> Value:
     return Missing("V1 never swaps: it preempts and computes again", cannot_happen=True)
 
 
+# 0.9.2 to 0.11 show both names with one value: one is taken, they are never added.
+_USAGE = Series(("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"))
+
+
 def _finished(*reasons: str) -> Series:
     return Series(_SUCCESS, where={_REASON: reasons} if reasons else {}, over=_REASON)
 
 
 def _remarks(view: View) -> list[str]:
     notes: list[str] = []
-    if any(_is_simulated(part) for part in view.parts):
-        notes.append("simulated: this is llm-d-inference-sim, whose metrics need not agree with what it does")
     if any(_is_v0(part) for part in view.parts):
         notes.append("vLLM V0: no null block; a preempted request may be swapped to host memory")
     if any(_is_asleep(part) for part in view.parts):
@@ -228,19 +266,34 @@ DIALECT = Dialect(
     counts="blocks",
     idle_cached_is_free=True,
     rank_label="engine",
-    server_labels=_TARGET_LABELS,
+    server_labels=TARGET_LABELS,
     model_label="model_name",
     json_paths=(JsonPath("/v1/models"), JsonPath("/version")),
+    # NVIDIA's NIM containers serve vLLM's series at the second.
+    metrics_paths=("/metrics", "/v1/metrics"),
     version=JsonField("/version", ("version",), "text"),
     extra_series=(_SLEEP, *_V0_SIGNS),
     remarks=_remarks,
+    since={
+        "": "0.6",
+        "pool_tokens": "0.22 (label; before: start-up log or blocks x block size)",
+        "max_concurrency": "0.22 (label; before: start-up log)",
+        "block_size": "0.6 (effective_attention_block_size: 0.22)",
+        "usage": "0.6 (kv_cache_usage_perc: 0.9.2)",
+        "prefix_queries": "0.8 (without gpu_: 0.9.2)",
+        "prefix_hits": "0.8 (without gpu_: 0.9.2)",
+        "swapped": "0.6, V0 only",
+        "waiting_capacity": "0.30",
+        "rejections": "0.31",
+    },
     reads={
         "pool_blocks": first_of(
             Derived("vllm:cache_config_info{num_gpu_blocks}, over data-parallel ranks divided by their number", _pool_blocks, (INFO,)),
             LogFact(),
             Derived("start-up log's pool_tokens / block_size (0.8, where the label is None)", _pool_from_log),
+            Derived(f"{_USED} + {_FREE} (V0)", _pool_from_gauges),
         ),
-        "usable_blocks": Derived("pool_blocks - 1 null block (V0 and llm-d-inference-sim keep none)", _usable_blocks, (INFO, *_V0_SIGNS)),
+        "usable_blocks": Derived("pool_blocks - 1 null block (V0 keeps none)", _usable_blocks, (INFO, *_V0_SIGNS)),
         # Before 0.22 the label block_size is filled before hybrid models align it; the log's "Setting attention block size" then wins.
         "block_size": first_of(InfoLabel(INFO, "effective_attention_block_size"), LogFact(), InfoLabel(INFO, "block_size")),
         "pool_tokens": first_of(
@@ -256,17 +309,16 @@ DIALECT = Dialect(
         "prefix_caching": first_of(InfoLabel(INFO, "enable_prefix_caching", "flag"), LogFact()),
         "gpu_memory_utilization": first_of(InfoLabel(INFO, "gpu_memory_utilization"), LogFact()),
         "num_gpu_blocks_override": InfoLabel(INFO, "num_gpu_blocks_override"),
-        "used_blocks": Derived("round(usage x usable_blocks)", _used_blocks, (_SLEEP,)),
-        "free_blocks": Derived("usable_blocks - used_blocks", _free_blocks, (_SLEEP,)),
+        "used_blocks": Derived(f"{_USED} (V0); else round(usage x usable_blocks)", _used_blocks, (_SLEEP,)),
+        "free_blocks": Derived(f"{_FREE} (V0); else usable_blocks - used_blocks", _free_blocks, (_SLEEP,)),
         "used_tokens": absent("vLLM counts blocks: see used_blocks"),
         "free_tokens": absent("vLLM counts blocks: see free_blocks"),
-        # 0.9.2 to 0.11 show both names with one value: one is taken, they are never added.
-        "usage": Series(("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
+        "usage": Derived(f"{_USAGE.describe()}; else used_blocks / (used + free) (V0)", _usage, _USAGE.names),
         "running": Series(("vllm:num_requests_running",)),
         "waiting": Series(("vllm:num_requests_waiting",)),
         "waiting_capacity": Series(("vllm:num_requests_waiting_by_reason",), where={("reason",): ("capacity",)}, hint="needs vLLM 0.30 or newer"),
         "swapped": Derived("vllm:num_requests_swapped; V1 cannot swap", _swapped, _V0_SIGNS),
-        "preemptions": Series(("vllm:num_preemptions_total", "vllm:num_preemptions"), hint="behind Ray a counter is absent until its first event"),
+        "preemptions": Series(("vllm:num_preemptions_total", "vllm:num_preemptions"), hint="every vLLM shows it from its start on"),
         "rejections": Series(
             ("vllm:admission_rejections_total", "vllm:admission_rejections"), over=("reason",), hint="needs vLLM 0.31 or newer and a queue limit"
         ),

@@ -119,7 +119,7 @@ def _windows(
         text += f": {amount_text} {direction} ({_SURE}), and {allowed} may be"
     if found.verdict == INCONCLUSIVE:
         text += f"; {_more(found, len(left), len(right))}"
-    usage = beside(after[0]) if quantity.startswith("usage") else ""
+    usage = f"before: {beside(_fullest(before))}; after: {beside(_fullest(after))}" if quantity.startswith("usage") else ""
     return gate(
         name,
         quantity,
@@ -138,6 +138,11 @@ def _windows(
         beside=usage,
         side="after",
     )
+
+
+def _fullest(analyses: Sequence[Analysis]) -> Analysis:
+    """Return the window with the highest peak usage: the one whose three numbers stand beside the ratios of its side."""
+    return max(analyses, key=lambda a: peak.number() if isinstance(peak := a.values.get("usage.peak"), Reading) else -1.0)
 
 
 def _more(found: stats.Worsening, left: int, right: int) -> str:

@@ -6,11 +6,13 @@ engine makes the gate not applicable, which is listed and counts for nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, INVALID, NOT_APPLICABLE, PASS, Group, Limit, Lookup, evaluate
+from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.judge.probes import fits, near_max_served, over_limit_refused
 from pytest_kvcache.judge.stats import CONFIDENCE, proportion_lower, proportion_upper
 from pytest_kvcache.judge.wording import beside, failure_text, gate, missing, show
@@ -68,15 +70,19 @@ def total(analyses: Sequence[Analysis], name: str) -> Value:
     return Reading(sum(reading.number() for _, reading in found), found[0][1].unit, found[0][1].source)
 
 
-def _preempted(analyses: Sequence[Analysis]) -> float:
+def _proof_of_full(analyses: Sequence[Analysis]) -> str:
+    """Return what proves that a pool was full, whatever was polled: preemptions, or errors that only a full pool gives; else empty."""
     value = total(analyses, "preemptions")
-    return value.number() if isinstance(value, Reading) else 0.0
+    if isinstance(value, Reading) and value.number():
+        return f"{value.number():.0f} preemptions prove"
+    failed = sum(analysis.facts.pool_full for analysis in analyses)
+    return f"{failed} request{'s' if failed != 1 else ''} that failed for want of free space prove{'' if failed != 1 else 's'}" if failed else ""
 
 
 def peak_usage(analyses: Sequence[Analysis], max: float) -> GateRecord:
     """Judge the peak KV usage of the fullest server or rank against ``max`` (a ratio).
 
-    A polled peak is a lower bound. A preemption proves that the pool was full whatever was polled; where our own request log puts
+    A polled peak is a lower bound. A preemption or an error of a full pool proves that it was full whatever was polled; where our own request log puts
     more tokens into the pool than was polled, and more than ``max``, the gate is INCONCLUSIVE.
     """
     name, quantity = "peak_usage", "usage.peak"
@@ -88,16 +94,36 @@ def peak_usage(analyses: Sequence[Analysis], max: float) -> GateRecord:
     three = beside(decisive)
     text = f"peak usage {show(peak)}, {limit} ({three})"
     verdict = PASS if peak.number() <= max else FAIL
-    events = _preempted(analyses)
-    if verdict == PASS and events and max < 1:
+    proof = _proof_of_full(analyses)
+    if verdict == PASS and proof and max < 1:
         verdict = FAIL
-        text = f"polled peak usage {show(peak)}, {limit}; but {events:.0f} preemptions prove that the pool was full ({three})"
-    elif verdict == PASS:
-        log = _logged_usage(decisive)
-        if log is not None and log > max:
-            verdict = INCONCLUSIVE
-            text = f"polled peak usage {show(peak)}, {limit}; but our request log puts {units.show(log, 'ratio')} of the pool in use: sample faster ({three})"
+        text = f"polled peak usage {show(peak)}, {limit}; but {proof} that the pool was full ({three})"
+    elif verdict == PASS and (most := _most_logged(analyses)) is not None and most[0] > max:
+        verdict, (share, decisive) = INCONCLUSIVE, most
+        peak, three = _of(decisive, found), beside(decisive)
+        log = units.show(share, "ratio")
+        text = f"polled peak usage {show(peak)}, {limit}; but our request log puts {log} of the pool in use: sample faster ({three})"
     return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=peak, bound=max, bound_text=limit, beside=three)
+
+
+def _most_logged(analyses: Sequence[Analysis]) -> tuple[float, Analysis] | None:
+    """Return the highest share of the pool that our own log proves, and the window of it; None where it proves nothing in any."""
+    known = [(share, analysis) for analysis in analyses if (share := _logged_usage(analysis)) is not None]
+    return max(known, key=lambda pair: pair[0], default=None)
+
+
+def _least_logged(analyses: Sequence[Analysis], unit: str) -> tuple[Reading, Analysis] | None:
+    """Return the most free space that our own log leaves in the fullest window, and that window; None where it proves nothing."""
+    most = _most_logged(analyses)
+    pool = most[1].values.get("usable_blocks" if unit == "blocks" else "pool_tokens") if most is not None else None
+    if most is None or not isinstance(pool, Reading):
+        return None
+    return Reading(max(math.ceil(pool.number() * (1 - most[0])), 0), unit, "pool less the payload of our own request log"), most[1]
+
+
+def _of(window: Analysis, found: Sequence[tuple[Analysis, Reading]]) -> Reading:
+    """Return the reading of one window."""
+    return next(reading for analysis, reading in found if analysis is window)
 
 
 def _logged_usage(analysis: Analysis) -> float | None:
@@ -116,10 +142,16 @@ def _logged_usage(analysis: Analysis) -> float | None:
 
 
 def free_space(analyses: Sequence[Analysis], min: float) -> GateRecord:
-    """Judge the fewest free blocks (tokens, where the engine counts tokens) of any server against ``min``. A preemption proves none was free."""
+    """Judge the fewest free blocks (tokens, where the engine counts tokens) of any server against ``min``.
+
+    The fewest polled is an upper bound. A preemption or an error of a full pool proves that none was free; where our own request log
+    leaves less than was polled, and less than ``min``, the gate is INCONCLUSIVE.
+    """
     name = "free_space"
     by_unit = {unit: readings(analyses, f"free_{unit}.tightest") for unit in ("blocks", "tokens")}
-    unit = next((unit for unit, found in by_unit.items() if not isinstance(found, Missing)), "blocks")
+    unit = next((unit for unit, found in by_unit.items() if not isinstance(found, Missing)), "")
+    # told in neither unit: the reason that counts is that of the unit which the engine has
+    unit = unit or next((unit for unit, found in by_unit.items() if isinstance(found, Missing) and not found.cannot_happen), "blocks")
     found, quantity = by_unit[unit], f"free_{unit}.min"
     limit = f"at least {min:,.0f}"
     if isinstance(found, Missing):
@@ -127,9 +159,13 @@ def free_space(analyses: Sequence[Analysis], min: float) -> GateRecord:
     decisive, low = sorted(found, key=lambda pair: pair[1].number())[0]
     verdict = PASS if low.number() >= min else FAIL
     text = f"fewest free {show(low)}, {limit} ({beside(decisive)})"
-    events = _preempted(analyses)
-    if verdict == PASS and events and min > 0:
-        verdict, text = FAIL, f"polled fewest free {show(low)}, {limit}; but {events:.0f} preemptions prove that none was free ({beside(decisive)})"
+    proof = _proof_of_full(analyses)
+    if verdict == PASS and proof and min > 0:
+        verdict, text = FAIL, f"polled fewest free {show(low)}, {limit}; but {proof} that none was free ({beside(decisive)})"
+    elif verdict == PASS and (least := _least_logged(analyses, unit)) is not None and least[0].number() < min:
+        verdict, (left, decisive) = INCONCLUSIVE, least
+        low = _of(decisive, found)
+        text = f"polled fewest free {show(low)}, {limit}; but our request log leaves {show(left)}: sample faster ({beside(decisive)})"
     return gate(
         name, quantity, verdict, text, analyses, decisive=decisive, value=low, bound=min, bound_text=f"{limit} {unit}", beside=beside(decisive)
     )
@@ -197,7 +233,7 @@ def returns_to_idle(analyses: Sequence[Analysis]) -> GateRecord:
         left: list[str] = []
         held = next((f"used_{unit}" for unit in ("blocks", "tokens") if isinstance(analysis.values.get(f"idle.used_{unit}"), Reading)), "usage")
         shown = analysis.values.get(f"idle.{held}", Missing("the server was not read after the load"))
-        for part in ("running", "waiting", held):
+        for part in ("running", "waiting", *(() if _keeps_its_cache(analysis) else (held,))):
             value = analysis.values.get(f"idle.{part}", Missing("the server was not read after the load"))
             if isinstance(value, Missing):
                 if value.cannot_happen:
@@ -212,7 +248,15 @@ def returns_to_idle(analyses: Sequence[Analysis]) -> GateRecord:
     last = analyses[-1]
     at_end = next((v for n in ("idle.used_blocks", "idle.used_tokens", "idle.usage") if isinstance(v := last.values.get(n), Reading)), None)
     text = f"nothing ran or waited after the load; {show(at_end) if at_end is not None else 'nothing'} held"
+    if any(_keeps_its_cache(analysis) for analysis in analyses):
+        text += " (this engine counts idle cached KV as used, so what is held is no sign of a leak and was not judged)"
     return gate(name, quantity, PASS, text, analyses, decisive=last, value=at_end, bound_text=bound)
+
+
+def _keeps_its_cache(analysis: Analysis) -> bool:
+    """Say whether the engine counts cached KV that nobody references as used: its usage then stays up when all is well."""
+    dialect = DIALECTS.get(analysis.run.record.engine)
+    return dialect is not None and dialect.idle_cached_is_free is False
 
 
 def _held_before(analysis: Analysis, part: str) -> float:

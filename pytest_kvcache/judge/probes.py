@@ -168,6 +168,8 @@ def _requests(server: SnapshotRecord, length: int) -> tuple[int, int, str] | Mis
     if isinstance(tokens, Reading):
         holds = int(tokens.number() // length)
         return holds, holds, f"{tokens.number():,.0f} tokens"
+    if not tokens.cannot_happen:
+        return tokens
     return blocks if isinstance(blocks, Missing) else Missing("the server tells its blocks and not their size")
 
 

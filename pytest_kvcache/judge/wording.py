@@ -35,9 +35,13 @@ def beside(analysis: Analysis) -> str:
     block = values.get("block_size")
     of = f" of {show(block)}" if isinstance(pool, Reading) and pool.unit == "blocks" and isinstance(block, Reading) else ""
     free = first("free_blocks.min", "free_tokens.min")
+    tightest = first("free_blocks.tightest", "free_tokens.tightest")
+    # of replicas the sums hide the full one, whose usage is the one that is judged
+    alone = f" ({show(tightest)} of the fullest server)" if isinstance(tightest, Reading) and tightest.value != getattr(free, "value", None) else ""
     running = first("running.at_peak", "running.peak")
     length = first("mean_length.at_peak")
-    return f"pool {show(pool)}{of}; at least {_low(free)} free; {show(running)} running at the peak, mean length {show(length)}"
+    polled = "; polled, so the true peak is at least this" if analysis.run.record.sample_hz > 0 else ""
+    return f"pool {show(pool)}{of}; {_low(free)} free at the tightest{alone}; {show(running)} running at the peak, mean length {show(length)}{polled}"
 
 
 def _low(free: Value) -> str:

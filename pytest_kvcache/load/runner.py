@@ -42,23 +42,6 @@ STOP_TIMEOUT_S = 30.0
 GRACE_S = 20.0
 TERM_S = 10.0
 DEFAULT_DURATION_S = 30.0
-_OWN_OPTIONS = frozenset(
-    {
-        "requests",
-        "nonce",
-        "lengths",
-        "think_s",
-        "backoff_s",
-        "stop_timeout_s",
-        "spawn_rate",
-        "api",
-        "model",
-        "rows",
-        "endpoints",
-        "duration_s",
-        "seed",
-    }
-)
 _TAKEN = frozenset({"api", "model", "rows", "endpoints", "duration_s", "seed", "users", "output_tokens", "max_model_len", "keep_text"})
 
 

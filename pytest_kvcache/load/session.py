@@ -28,6 +28,7 @@ from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.rowsfile import FLUSH_S, RowsFile
 from pytest_kvcache.load.target import Handed, Target, named_by_hand
 from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
+from pytest_kvcache.server.redaction import redact_json
 
 BEAT_S = 0.05
 GONE_AFTER_S = 15.0
@@ -173,7 +174,7 @@ class LoadSession:
             "api": self.targets[0].api,
             "model": self.targets[0].model,
             "endpoints": [target.root for target in self.targets],
-            "extra_body": self.targets[0].extra_body,
+            "extra_body": redact_json(self.targets[0].extra_body),
             "nonce": self.nonce,
             "length_source": prepared.vocabulary.source,
             "length_overhead": prepared.vocabulary.overhead,

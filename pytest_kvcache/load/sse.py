@@ -141,7 +141,7 @@ class Stream:
             return False
         if not isinstance(whole, dict) or not isinstance(whole.get("choices"), list) or not whole["choices"]:
             return False
-        self._generic(whole, None)
+        self._generic(whole)
         self.done = True
         return True
 
@@ -282,7 +282,7 @@ class Stream:
         if error_of(whole) is not None:
             self.error = self.error or payload
         elif isinstance(whole, dict):
-            self._generic(whole, now_s)
+            self._generic(whole)
         return True
 
     def _bare(self, line: bytes) -> None:
@@ -295,8 +295,8 @@ class Stream:
         elif not self.malformed:
             self.malformed = clean_text("not an event in the stream: " + line[:400].decode("utf-8", "replace"))
 
-    def _generic(self, whole: dict[str, Any], now_s: float | None) -> None:
-        """Take a chunk whose types are not the usual ones, or an answer that was not streamed (``now_s`` None)."""
+    def _generic(self, whole: dict[str, Any]) -> None:
+        """Take a chunk whose types are not the usual ones, or an answer that was not streamed."""
         usage = whole.get("usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")

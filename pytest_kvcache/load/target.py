@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.server.redaction import header_secrets, remember
 
 if TYPE_CHECKING:
     from pytest_kvcache.server.address import Endpoint
@@ -117,8 +118,11 @@ def named_by_hand(addresses: list[str], given: Mapping[str, Any]) -> list[Target
 
 
 def handed_over(text: str) -> Handed:
-    """Return what pytest's side handed over. Raises UsageError where it is no JSON of ours."""
+    """Return what pytest's side handed over, with its secrets remembered for redaction. Raises UsageError where it is no JSON of ours."""
     try:
-        return msgspec.json.decode(text.encode(), type=Handed)
+        handed = msgspec.json.decode(text.encode(), type=Handed)
     except msgspec.DecodeError as error:
         raise UsageError(f"the environment variable of the load cannot be read: {error}") from None
+    for target in handed.targets:
+        remember(header_secrets(target.headers))
+    return handed

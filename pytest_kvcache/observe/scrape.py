@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, detect, named, read, signs
+from pytest_kvcache.engines import DIALECTS, Dialect, JsonPath, RawState, Samples, detect, named, owned_by, read, signs
 from pytest_kvcache.errors import EndpointUnreachable
 from pytest_kvcache.observe.answers import MOST_METRICS_BYTES, refusal, samples_of
 from pytest_kvcache.observe.elsewhere import Elsewhere
@@ -19,6 +19,7 @@ from pytest_kvcache.observe.joining import telling_servers_apart
 from pytest_kvcache.quantities import Missing, Value
 from pytest_kvcache.records import SnapshotRecord
 from pytest_kvcache.server.address import Endpoint
+from pytest_kvcache.server.redaction import hide_known
 from pytest_kvcache.server.startlog import read_facts
 from pytest_kvcache.server.transport import Answer, ask
 
@@ -29,13 +30,15 @@ MOST_JSON_BYTES = 4 << 20
 LOG_HEAD_BYTES = 1 << 20
 # A server closes an idle connection just when the next request goes out: that failure is instant, and is tried once more.
 _AT_ONCE_S = 0.05
+_MOST_UNANSWERED = 2
 _ACCEPT = "text/plain;version=0.0.4, text/plain;q=0.9, */*;q=0.1"
 
 
 class Reader:
     """Reads one endpoint again and again over kept connections; a context manager.
 
-    ``dialect`` None reads what the ``candidates`` (default: all of ours) would ask for. ``log`` is the start-up log of a server of
+    ``dialect`` None reads what the ``candidates`` (default: all of ours) would ask for, but nothing that reading destroys before it is
+    known that the server is another one. ``log`` is the start-up log of a server of
     ours (default: the endpoint's). Raises UsageError for a CA bundle or a key that cannot be read.
     """
 
@@ -59,7 +62,9 @@ class Reader:
         self._api = endpoint.client(timeout_s=timeout_s)
         self._elsewhere = Elsewhere.of(endpoint, self._wanted, timeout_s)
         self._once: dict[str, Any | Missing] = {}
+        self._metrics_path = ""
         self._answered = False
+        self._unanswered = 0
         self._failure: EndpointUnreachable | None = None
 
     def __enter__(self) -> Reader:
@@ -86,17 +91,9 @@ class Reader:
         ``once`` False reads only the JSON bodies that move, and takes those that do not from the look before (or reads again one
         that was missing there). ``keep_text`` keeps the exposition as it came.
         """
-        self._answered, self._failure = False, None
+        self._answered, self._failure, self._unanswered = False, None, 0
         raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
-        answer: Answer | Missing
-        samples: Samples | Missing
-        if self._elsewhere is not None:
-            answer = Missing("/metrics was read elsewhere")
-            samples = self._elsewhere.look(repeat=once)
-            self._answered = not isinstance(samples, Missing)
-        else:
-            answer = self._get(self._metrics, "/metrics", MOST_METRICS_BYTES)
-            samples = answer if isinstance(answer, Missing) else samples_of(answer, self._wanted)
+        answer, samples = self._read_metrics() if self._elsewhere is None else self._read_elsewhere(self._elsewhere, once)
         if isinstance(samples, Missing):
             raw.metrics_reason = samples.reason
         else:
@@ -104,10 +101,60 @@ class Reader:
             raw.text = answer.body.decode("utf-8", "replace") if keep_text and isinstance(answer, Answer) else ""
             if keep_text and self._elsewhere is not None:
                 raw.text = self._elsewhere.text
-        sure = signs(raw, self.candidates)[0] or self.candidates
-        paths = {path.path: path.per_sample for dialect in sure for path in dialect.json_paths}
-        raw.json = {path: self._read_json(path, once or moves) for path, moves in paths.items()}
+        told = signs(raw, self.candidates)[0]
+        bodies = {path.path: path for dialect in told or self.candidates for path in dialect.json_paths if not (told and path.without_metrics)}
+        raw.json = {name: self._read_body(path, once) for name, path in bodies.items() if not path.destructive}
+        for path in (path for path in bodies.values() if path.destructive):
+            if isinstance(answer, Answer) and self._metrics_path == path.path:
+                body = _json(path.path, answer)  # read already, as text
+            elif not self._is_destructive(path.path):
+                continue  # another engine's /metrics
+            elif self.endpoint.allow_destructive_reads:
+                body = self._read_body(path, once)
+            else:
+                body = Missing(
+                    f"{path.path} was not read: its JSON is gone for every other reader once it is read; --kv-allow-destructive-reads allows it"
+                )
+            raw.json = {**raw.json, path.path: body}
         return raw
+
+    def _read_elsewhere(self, elsewhere: Elsewhere, once: bool) -> tuple[Answer | Missing, Samples | Missing]:
+        samples = elsewhere.look(repeat=once)
+        self._answered = not isinstance(samples, Missing)
+        return Missing("it was read elsewhere"), samples
+
+    def _read_metrics(self) -> tuple[Answer | Missing, Samples | Missing]:
+        """Return the first answer of the candidates' metrics paths that is an exposition; else that of /metrics, or of the first path."""
+        paths = list(dict.fromkeys(path for dialect in self.candidates for path in dialect.metrics_paths))
+        if len(self.candidates) > 1:
+            # /metrics is asked after the path of the engine whose /metrics is emptied by reading.
+            paths.sort(key=lambda path: (path == "/v1/metrics", path == "/metrics"))
+        if self._metrics_path in paths:
+            paths.sort(key=lambda path: path != self._metrics_path)
+        first: tuple[Answer | Missing, Samples | Missing] | None = None
+        for path in paths:
+            if self._is_destructive(path):
+                continue
+            answer = self._get(self._metrics, path, MOST_METRICS_BYTES)
+            samples = answer if isinstance(answer, Missing) else samples_of(answer, self._wanted, path)
+            if not isinstance(samples, Missing) or (path == "/metrics" and isinstance(answer, Answer) and answer.body.lstrip()[:1] == b"["):
+                self._metrics_path = path
+                return answer, samples
+            if first is None or path == "/metrics":
+                first = answer, samples
+            if isinstance(answer, Missing):
+                break  # nobody answers: another path of the same server would only cost the timeout again
+        return first or (Missing("/metrics was not read"), Missing("/metrics was not read"))
+
+    def _is_destructive(self, path: str) -> bool:
+        """Say whether reading the path takes something away, as far as the server's model list tells which engine it is."""
+        owners = {dialect.owned_by for dialect in self.candidates if any(body.destructive and body.path == path for body in dialect.json_paths)}
+        if not owners:
+            return False
+        return len(self.candidates) == 1 or bool(owners & owned_by(self._read_json("/v1/models", now=False)))
+
+    def _read_body(self, path: JsonPath, once: bool) -> Any | Missing:
+        return self._read_json(path.path, once or path.per_sample)
 
     def _read_json(self, path: str, now: bool) -> Any | Missing:
         known = self._once.get(path)
@@ -117,6 +164,8 @@ class Reader:
         return known
 
     def _get(self, client: httpx.Client, path: str, limit: int) -> Answer | Missing:
+        if self._unanswered >= _MOST_UNANSWERED and not self._answered and self._failure is not None:
+            return Missing(f"{path}: {self._failure.what}")  # each further page of a server that hangs would cost a timeout
         for _ in range(2):
             began = time.monotonic()
             try:
@@ -131,6 +180,7 @@ class Reader:
             if time.monotonic() - began > _AT_ONCE_S:
                 break
         self._failure = self._failure or error
+        self._unanswered += 1
         return Missing(f"{path}: {error.what}")
 
 
@@ -167,7 +217,10 @@ def detect_endpoint(endpoint: Endpoint, engine: str = "auto", extra: Sequence[Di
     if engine != "auto":
         return _apart(endpoint, named(engine, extra))
     candidates = [*extra, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in extra})]
-    return _apart(endpoint, detect(fetch(endpoint, timeout_s=timeout_s, candidates=candidates), candidates))
+    raw = fetch(endpoint, timeout_s=timeout_s, candidates=candidates)
+    if len(signs(raw, extra)[0]) == 1:
+        return _apart(endpoint, detect(raw, extra))  # a user's own dialect is asked before ours, which may know the same series
+    return _apart(endpoint, detect(raw, candidates))
 
 
 def _apart(endpoint: Endpoint, dialect: Dialect) -> Dialect:
@@ -178,14 +231,14 @@ def _apart(endpoint: Endpoint, dialect: Dialect) -> Dialect:
 def take_snapshot_raw(
     endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0
 ) -> tuple[SnapshotRecord, str]:
-    """Return one snapshot of a server, and the text of its /metrics as it came ("" where there was none).
+    """Return one snapshot of a server, and the text of its /metrics without our secrets ("" where there was none).
 
     Quantities that could not be read are Missing with the reason. Raises EndpointUnreachable where nobody answers, UnknownEngine where
     no dialect is given and none reads what is there.
     """
     wall_s = time.time()
     raw = fetch(endpoint, dialect, log=log, timeout_s=timeout_s)
-    return read(dialect if dialect is not None else _apart(endpoint, detect(raw)), raw, wall_s, endpoint.shown), raw.text
+    return read(dialect if dialect is not None else _apart(endpoint, detect(raw)), raw, wall_s, endpoint.shown), hide_known(raw.text)
 
 
 def take_snapshot(endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0) -> SnapshotRecord:

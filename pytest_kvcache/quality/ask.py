@@ -37,8 +37,13 @@ def ask_items(
     concurrency: int = 4,
     timeout_s: float = 300.0,
     deadline_s: float = DEADLINE_S,
+    replica: int = 0,
+    append: bool = False,
 ) -> QualitySummary:
     """Ask each item once and return the pass counts. One QualityRow an item is written to ``path`` as its answer comes.
+
+    At most ``concurrency`` items are under way, and together they hold no more tokens than the longest one alone: items that fit the
+    server one by one must not fill its pool together. ``replica`` is the endpoint's number in the rows; ``append`` keeps earlier rows.
 
     An item that gets no answer in ``timeout_s`` seconds, or an error, is a row with ``error``: asked and not passed. So are those
     not asked when ``deadline_s`` seconds have passed. Prompts and answers are kept only with ``keep_text``; their hashes always.
@@ -47,10 +52,10 @@ def ask_items(
     """
     if endpoint.api != "chat" and any(not isinstance(item.prompt, str) for item in items):
         raise UsageError("quality items with chat messages need the chat API", where=endpoint.shown, hint="--kv-api chat, or prompts that are texts")
-    asking = _Asking(endpoint, items, keep_text, timeout_s, time.monotonic() + deadline_s)
+    asking = _Asking(endpoint, items, keep_text, timeout_s, time.monotonic() + deadline_s, replica)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file, endpoint.client(timeout_s) as client, PatternProcess() as patterns:
+        with path.open("ab" if append else "wb") as file, endpoint.client(timeout_s) as client, PatternProcess() as patterns:
             asking.run(file, client, patterns, max(1, min(concurrency, len(items))))
     except OSError as error:
         raise CannotWrite(
@@ -60,8 +65,12 @@ def ask_items(
 
 
 class _Asking:
-    def __init__(self, endpoint: Endpoint, items: Sequence[Item], keep_text: bool, timeout_s: float, deadline: float) -> None:
+    def __init__(self, endpoint: Endpoint, items: Sequence[Item], keep_text: bool, timeout_s: float, deadline: float, replica: int) -> None:
         self.endpoint = endpoint
+        self.replica = replica
+        self._longest_tokens = max((item.length_tokens for item in items), default=0)
+        self._held_tokens = 0
+        self._room = threading.Condition()
         self.keep_text = keep_text
         self.timeout_s = timeout_s
         self.deadline = deadline
@@ -102,7 +111,12 @@ class _Asking:
             except queue.Empty:
                 return
             try:
-                row = self._ask(item, client, patterns)
+                if not self._take_room(item.length_tokens):
+                    return
+                try:
+                    row = self._ask(item, client, patterns)
+                finally:
+                    self._give_room(item.length_tokens)
                 with self._lock:
                     if self._stop.is_set():
                         return
@@ -112,6 +126,19 @@ class _Asking:
             except BaseException as error:
                 self._failure = self._failure or error
                 self._stop.set()
+
+    def _take_room(self, tokens: int) -> bool:
+        """Wait until ``tokens`` more may be under way; False where the asking was stopped meanwhile."""
+        with self._room:
+            while self._held_tokens + tokens > self._longest_tokens and not self._stop.is_set():
+                self._room.wait(_JOIN_S)
+            self._held_tokens += tokens
+            return not self._stop.is_set()
+
+    def _give_room(self, tokens: int) -> None:
+        with self._room:
+            self._held_tokens -= tokens
+            self._room.notify_all()
 
     def _ask(self, item: Item, client: httpx.Client, patterns: PatternProcess) -> QualityRow:
         wall_s, began = time.time(), time.monotonic()
@@ -150,6 +177,7 @@ class _Asking:
     ) -> QualityRow:
         return QualityRow(
             item=item.id,
+            endpoint=self.replica,
             passed=passed,
             wall_s=wall_s,
             length_tokens=item.length_tokens or _bucket(prompt_tokens),

@@ -154,6 +154,8 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
     before, after = show_record(gate.before), show_record(gate.after)
     if gate.before is None and gate.after is None and view.compared:
         before, after, value = (value, "", "") if gate.side == "before" else ("", value, "")
+    # in a comparison that column says how much worse a change is: the interval of a single side has no place in it
+    interval = show_interval(gate) if not view.compared or gate.before is not None or gate.after is not None else ""
     missing = gate.value.missing if gate.value is not None else None
     text = gate_sentence(gate) or missing or ""
     return {
@@ -165,8 +167,8 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
         "note": methods.index(method) + 1 if (method := plain(gate.method, 300)) in methods else 0,
         "before": before,
         "after": after,
-        "value": value or show_interval(gate),
-        "interval": show_interval(gate) if value else "",
+        "value": value or interval,
+        "interval": interval if value else "",
         "bound": show_bound(gate),
         "href": quote(gate.evidence) if len(gate.evidence) < 300 and _EVIDENCE.match(gate.evidence) else "",
         "bullet": bullet(gate),
@@ -258,6 +260,8 @@ def _time_charts(view: SessionView, entry: dict[str, Any], lines: int) -> list[d
     for side, windows, seen in by_side:
         tightest = at_peak(windows)
         pool = next((show_value(v) for a in windows for n in ("pool_tokens", "pool_blocks") if isinstance(v := a.values.get(n), Reading)), "")
+        servers = max((len(a.run.record.endpoints) for a in windows), default=1)
+        pool += f" on {servers} servers" if pool and servers > 1 else ""
         scale = charts.Scale(common.start_s, common.end_s, common.free, common.requests, common.tokens, free_unit(windows), pool, common.bound)
         numbers = three_numbers(tightest) if tightest else ""
         halves = [("usage", "free", "requests", "tokens")] if view.compared else [("usage", "free"), ("requests", "tokens")]

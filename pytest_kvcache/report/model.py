@@ -12,6 +12,7 @@ import msgspec
 
 from pytest_kvcache import units
 from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
+from pytest_kvcache.judge import wording
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, ValueRecord, VerdictRecord
 from pytest_kvcache.report.escape import clip, plain
@@ -61,10 +62,15 @@ class SessionView:
         return [a for a in dict(self.sides()).get(side, ()) if load_name(a) == profile]
 
 
+def is_probe(analysis: Analysis) -> bool:
+    """Return whether the Run sent single requests to see what they cost, and is no window of a load."""
+    return bool(analysis.run.record.options.get("requests"))
+
+
 def load_name(analysis: Analysis) -> str:
     """Return the name of the Run's load: its profile; probes of single requests stand apart from windows of the same profile."""
-    record = analysis.run.record
-    return f"{record.profile} (probe)" if record.options.get("requests") else record.profile
+    profile = analysis.run.record.profile
+    return f"{profile} (probe)" if is_probe(analysis) else profile
 
 
 def read_verdict(folder: Path) -> VerdictRecord:
@@ -263,11 +269,7 @@ def _say(analysis: Analysis, words: str, *names: str) -> str | None:
 
 def three_numbers(analysis: Analysis) -> str:
     """Return what stands beside a usage ratio: pool size, free blocks or tokens, running requests and their mean length."""
-    pool = _say(analysis, "pool {}", "pool_tokens", "pool_blocks") or "pool size not told"
-    free = _say(analysis, "{} free at the tightest", "free_blocks.min", "free_tokens.min") or "free space not told"
-    running = _say(analysis, "{} running", "running.at_peak", "running.peak") or "running not told"
-    mean = _say(analysis, "mean length {}", "mean_length.at_peak") or "mean length not known"
-    return f"{pool}; {free}; {running}, {mean}"
+    return plain(wording.beside(analysis))
 
 
 def idle_numbers(analysis: Analysis) -> str:
@@ -283,8 +285,8 @@ def beside(view: SessionView, gate: GateRecord) -> str:
     """
     if not is_usage(gate):
         return plain(gate.beside) if gate.verdict != "PASS" or gate.bound is None else ""
-    own = plain(gate.beside) or _of_lane(view, gate, gate.side or "after")
-    if gate.before is None:
+    own = plain(gate.beside, 1000) or _of_lane(view, gate, gate.side or "after")
+    if gate.before is None or own.startswith("before: "):
         return own
     return f"before: {_of_lane(view, gate, 'before')}; after: {own}"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.report.escape import plain
-from pytest_kvcache.report.model import SessionView, at_peak, load_name, number, show_number, show_value
+from pytest_kvcache.report.model import SessionView, at_peak, is_probe, load_name, number, show_number, show_value
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
@@ -169,22 +169,27 @@ def three_numbers(view: SessionView) -> Table:
     return table
 
 
+def _lanes(view: SessionView) -> list[tuple[str, str, bool]]:
+    """Return the lanes in the order in which they were first pressed, as (title, lane, probe): a probe's requests are no window's."""
+    seen = {(lane, is_probe(a)): None for _, side in view.sides() for a in side for lane in a.lanes}
+    return [(plain(f"{lane} (probe)" if probe else lane, 50), lane, probe) for lane, probe in list(seen)[:40]]
+
+
 def rejections(view: SessionView) -> Table:
     """Return rejected requests by class, lane and side, summed over windows, with how many were sent."""
-    lanes = list(dict.fromkeys(lane for _, side in view.sides() for a in side for lane in a.lanes))
     classes = sorted({name for _, side in view.sides() for a in side for name in a.rejections})[:30]
     table = Table(["lane", "side", "sent", "ok", "stopped early", *(plain(name.replace("_", " "), 60) for name in classes), "rejected"])
     table.labels = 2
-    for lane in lanes[:40]:
+    for title, lane, probe in _lanes(view):
         for side, analyses in view.sides():
-            here = [a for a in analyses if lane in a.lanes]
+            here = [a for a in analyses if lane in a.lanes and is_probe(a) is probe]
             if not here:
                 continue
             counts = [sum(a.rejections.get(name, {}).get(lane, 0) for a in here) for name in classes]
             figures = [
                 table.missing(_fold(here, _in_lane(lane, name), sum), name) for name in ("requests.sent", "requests.ok", "requests.stopped_early")
             ]
-            table.rows.append([plain(lane, 40), side, *figures, *(f"{n:,}" for n in counts), f"{sum(counts):,}"])
+            table.rows.append([title, side, *figures, *(f"{n:,}" for n in counts), f"{sum(counts):,}"])
     _only_if(view.compared, table)
     errors = {name: text for _, side in view.sides() for a in side for name, text in a.errors.items() if name in classes}
     table.notes += [plain(f"{name.replace('_', ' ')}, the first: {text}", 400) for name, text in list(errors.items())[:12]]
@@ -205,16 +210,16 @@ def latency(view: SessionView) -> Table:
     """Return times of the requests that succeeded, by lane and side: the median of the windows and their range."""
     names = {"ttft.p50": "TTFT p50", "ttft.p95": "TTFT p95", "latency.p50": "whole p50", "latency.p95": "whole p95", "gap.max": "longest gap"}
     table = Table(["lane", "side", *names.values(), "output rate"], labels=2)
-    for lane in list(dict.fromkeys(lane for _, side in view.sides() for a in side for lane in a.lanes))[:40]:
+    for name_of_lane, lane, probe in _lanes(view):
         for side, analyses in view.sides():
-            here = [a for a in analyses if lane in a.lanes]
+            here = [a for a in analyses if lane in a.lanes and is_probe(a) is probe]
             if not here:
                 continue
             cells = [
                 _spread(here, _in_lane(lane, name)) or table.missing(_fold(here, _in_lane(lane, name), max), title)
                 for name, title in {**names, "throughput": "output rate"}.items()
             ]
-            table.rows.append([plain(lane, 40), side or "measured", *cells])
+            table.rows.append([name_of_lane, side or "measured", *cells])
     _only_if(view.compared, table)
     if any(len(view.of(profile, side)) > 1 for profile in view.profiles() for side, _ in view.sides()):
         table.notes.insert(0, "The median of the windows, and their range.")

@@ -61,6 +61,22 @@ def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
     return "\n".join(lines)
 
 
+def load_numbers(analysis: Analysis) -> str:
+    """Return what a load did, in two lines: requests and how they ended, then times and throughput."""
+    from pytest_kvcache.report.model import show_value
+
+    def shown(name: str) -> str:
+        return show_value(analysis.values.get(name)) or "—"
+
+    ends = "".join(f", {sum(lanes.values())} {plain(kind, 40)}" for kind, lanes in analysis.rejections.items())
+    return (
+        f"{shown('requests.sent')} sent, {shown('requests.ok')} answered in full{ends}; "
+        f"{shown('prompt_tokens')} in prompts, {shown('output_tokens')} generated, {shown('throughput')}\n"
+        f"time to first token {shown('ttft.p50')} (p95 {shown('ttft.p95')}), latency {shown('latency.p50')} (p95 {shown('latency.p95')}), "
+        f"longest gap {shown('gap.max')}"
+    )
+
+
 def three_numbers(analysis: Analysis) -> str:
     """Return usage at its peak with pool size, free space and running requests with their mean length, in one line."""
     from pytest_kvcache.report.model import show_value
@@ -107,7 +123,7 @@ def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
     texts = [text] if (text := beside(view, gate)) else []
     if gate.verdict != "PASS" and gate.value is not None and (interval := show_interval(gate)):
         texts.append(f"interval {interval}")
-    return [line for text in texts for line in textwrap.wrap(clip(text, 3 * width), max(width, 20))]
+    return [line for text in texts for line in textwrap.wrap(clip(text, 6 * width), max(width, 20))]
 
 
 def _row(gate: GateRecord, compared: bool, narrow: bool) -> list[str]:

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
+from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
 import httpx
 
 from pytest_kvcache.errors import UsageError
-from pytest_kvcache.server.redaction import HIDDEN
+from pytest_kvcache.server.redaction import HIDDEN, header_secrets, remember
 from pytest_kvcache.settings import Settings
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -70,6 +70,7 @@ class Endpoint:
     basic_auth: str = field(default="", repr=False)
     metrics: tuple[MetricsPage, ...] = ()
     prometheus: PrometheusSource | None = None
+    allow_destructive_reads: bool = False
 
     def url(self, path: str) -> str:
         """Return the address of a path of this server: ``url("/v1/models")``."""
@@ -148,6 +149,7 @@ def read_key(name: str, flag: str) -> str:
         raise UsageError(f"{flag}: the environment variable {name} {state}", hint=f"export {name}=... before the run, or leave {flag} out")
     if not (key.isascii() and key.isprintable()):
         raise UsageError(f"{flag}: the value of {name} holds characters that no HTTP header can carry", hint="check how the variable was filled")
+    remember([key])
     return key
 
 
@@ -187,6 +189,7 @@ def parse_endpoint(url: str, settings: Settings) -> Endpoint:
         prometheus=PrometheusSource(settings.prometheus, settings.prometheus_selector, settings.prometheus_api_key_env)
         if settings.prometheus
         else None,
+        allow_destructive_reads=settings.allow_destructive_reads,
     )
     if settings.ca:
         if not Path(settings.ca).is_file():
@@ -280,7 +283,9 @@ def _split(url: str) -> tuple[str, str]:
     if "@" not in parts.netloc:
         return root, ""
     user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    return root, base64.b64encode(unquote_to_bytes(user) + b":" + unquote_to_bytes(password)).decode("ascii")
+    basic_auth = base64.b64encode(unquote_to_bytes(user) + b":" + unquote_to_bytes(password)).decode("ascii")
+    remember([password, *header_secrets({"Authorization": f"Basic {basic_auth}"})])
+    return root, basic_auth
 
 
 def _proxy(url: str) -> str:
@@ -289,7 +294,8 @@ def _proxy(url: str) -> str:
     if not url:
         return ""
     try:
-        _authority(url, ("http", "https"))
+        parts, _ = _authority(url, ("http", "https"))
+        remember([parts.password or "", unquote(parts.password or "")])
         httpx.Proxy(url)
     except UsageError as error:
         raise UsageError(f"--kv-proxy: {error.what}", where=error.where, hint=error.hint) from None
@@ -314,6 +320,7 @@ def _headers(lines: Sequence[str]) -> dict[str, str]:
         if name.lower() in {known.lower() for known in headers}:
             raise UsageError(f"--kv-header: {name} is given twice", hint="give its values as one, with commas")
         headers[name] = value
+    remember(header_secrets(headers))
     return headers
 
 

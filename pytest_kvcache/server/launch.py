@@ -21,7 +21,7 @@ from pytest_kvcache.server.address import Endpoint, parse_endpoint
 from pytest_kvcache.server.causes import explain
 from pytest_kvcache.server.endpoint import check_ready
 from pytest_kvcache.server.process import OwnedProcess
-from pytest_kvcache.server.redaction import HIDDEN, is_secret_name, redact, redact_words
+from pytest_kvcache.server.redaction import HIDDEN, header_secrets, is_secret_name, redact, redact_words
 from pytest_kvcache.server.startlog import last_lines, read_log_tail, root_cause
 from pytest_kvcache.settings import Settings
 
@@ -207,9 +207,7 @@ def launch(text: str, settings: Settings, log: Path) -> LaunchedServer:
 
 def _secrets_at_hand(at: Endpoint) -> list[str]:
     """Return the secrets that the server may know and print: our key, and what the environment holds under such a name."""
-    headers = [value for name, value in at.api_headers().items() if name.lower() in {"authorization", "cookie"} or is_secret_name(name)]
-    values = [word for value in headers for word in value.split()]
-    values += [value for name, value in os.environ.items() if is_secret_name(name)]
+    values = [*header_secrets(at.api_headers()), *(value for name, value in os.environ.items() if is_secret_name(name))]
     return [value for value in values if len(value) >= 8]
 
 
@@ -298,7 +296,7 @@ def _died(process: OwnedProcess, shown: tuple[str, ...] | list[str], when: str) 
         name = signal.Signals(-status).name if -status in {s.value for s in signal.Signals} else str(-status)
         how = f"was ended by {name}"
         if name == "SIGKILL":
-            hint = _KILLED
+            hint, cause = _KILLED, ""  # whoever is killed logs no cause; what the log ends with is an older matter
     else:
         how = f"exited with status {status}"
         if status == 0:

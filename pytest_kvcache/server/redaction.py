@@ -8,8 +8,11 @@ such as ``token``: engines print token counts.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 HIDDEN = "***"
 
@@ -45,6 +48,39 @@ _FORMS = re.compile(
 )
 
 
+_PRIVATE_HEADERS = ("auth", "cookie", "session")
+_SHORTEST_REMEMBERED = 8
+_remembered: frozenset[str] = frozenset()
+
+
+def remember(secrets: Iterable[str]) -> None:
+    """Let ``redact`` and ``hide_known`` take these secrets out of every text of this process: a server may repeat a key in any words.
+
+    Those under eight characters are left out: they could be words.
+    """
+    global _remembered
+    _remembered |= {secret for secret in secrets if len(secret) >= _SHORTEST_REMEMBERED}
+
+
+def hide_known(text: str, known: Iterable[str] = ()) -> str:
+    """Return ``text`` without the secrets that are remembered, or in ``known`` (of four characters or more), and otherwise as it is."""
+    for secret in sorted({*_remembered, *(word for word in known if len(word) >= 4)}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def header_secrets(headers: Mapping[str, str]) -> list[str]:
+    """Return what is secret in HTTP headers, by the headers' names: the key behind ``Bearer``, a password in ``Basic``, a token, a cookie."""
+    private = [v for name, v in headers.items() if is_secret_name(name) or any(part in name.lower() for part in _PRIVATE_HEADERS)]
+    found = [word for value in private for word in (value, *value.split())]
+    for value in private:
+        scheme, _, word = value.partition(" ")
+        if scheme.lower() == "basic":
+            with contextlib.suppress(ValueError):
+                found.append(base64.b64decode(word, validate=True).decode().partition(":")[2])
+    return found
+
+
 def is_secret_name(name: str) -> bool:
     """Return whether an environment variable of that name holds a secret: HF_TOKEN does, TOKENIZERS_PARALLELISM does not."""
     parts = re.split(r"[^A-Z0-9]+", name.upper())
@@ -72,10 +108,9 @@ def _hide_environment(match: re.Match[str]) -> str:
 def redact(text: str, known: Iterable[str] = ()) -> str:
     """Return ``text`` with keys, passwords and the user part of URLs replaced by ``***``. Never raises; a second pass changes nothing.
 
-    ``known`` are secrets to replace as they stand; those under four characters are left out, for they are everywhere.
+    ``known`` are secrets to replace as they stand, beside those remembered; those under four characters are left out.
     """
-    for secret in sorted({word for word in known if len(word) >= 4}, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
+    text = hide_known(text, known)
     text = _USER.sub(rf"\1{HIDDEN}@", text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
@@ -89,6 +124,15 @@ _BY_PLACE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = 
     (_FIELD, _hide_value),
     (_ENVIRONMENT, _hide_environment),
 )
+
+
+def redact_json(value: Any) -> Any:
+    """Return a decoded JSON value with every text redacted, and what stands under the name of a secret hidden."""
+    if isinstance(value, dict):
+        return {name: HIDDEN if isinstance(held, str) and held and is_secret_name(name) else redact_json(held) for name, held in value.items()}
+    if isinstance(value, list):
+        return [redact_json(held) for held in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def redact_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

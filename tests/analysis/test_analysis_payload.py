@@ -78,3 +78,10 @@ def test_a_thousand_lanes_stay_apart(tmp_path: Path) -> None:
     rows = [request(i, i * 0.001, lane=f"lane{i}") for i in range(1000)]
     analysis = analyse(MadeRun(rows=rows, samples=[sample(rows, T0 + i / 10) for i in range(16)]).write(tmp_path / "1-normal"))
     assert len(analysis.lanes) == 1000
+
+
+def test_an_answer_that_came_in_one_piece_was_held_in_full() -> None:
+    row = request(0, 0.0, prompt=2008, output=32, ttft_s=0.2, length_s=0.2)
+    load = payload(read_rows([row])[0])
+    assert load.lower.peak()[0] == pytest.approx(2040)
+    assert load.upper.peak()[0] == pytest.approx(2040)

@@ -45,7 +45,7 @@ def test_an_unknown_engine_is_refused_with_what_it_said() -> None:
     assert caught.value.what.isprintable()
     assert len(caught.value.what) < 800
     assert "--kv-engine" in caught.value.hint
-    assert "llamacpp, vllm" in caught.value.hint
+    assert ", ".join(DIALECTS) in caught.value.hint
 
 
 def test_the_reason_why_nothing_was_read_is_in_the_refusal() -> None:
@@ -73,4 +73,10 @@ def test_a_name_on_the_command_line_is_a_dialect_or_a_clear_no() -> None:
     assert named("vllm") is DIALECTS["vllm"]
     with pytest.raises(UsageError, match="no engine is called 'vlm'") as caught:
         named("vlm")
-    assert caught.value.hint == "auto, llamacpp, vllm"
+    assert caught.value.hint == f"auto, {', '.join(DIALECTS)}"
+
+
+def test_series_of_a_recording_rule_are_refused_with_what_they_are() -> None:
+    raw = RawState(metrics=parse_samples("cluster:vllm_kv_cache_usage_perc:avg 0.5"))
+    with pytest.raises(UnknownEngine, match="recording rule"):
+        detect(raw)

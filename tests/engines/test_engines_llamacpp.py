@@ -86,6 +86,25 @@ def test_what_an_idle_slot_keeps_is_free_for_the_next_request() -> None:
     assert (number(values, "used_tokens"), number(values, "running"), number(values, "usage")) == (0, 0, 0)
 
 
+def test_a_slot_that_has_not_begun_its_prompt_does_not_count_the_tokens_of_the_request_before() -> None:
+    # as a running server told it: the task is given, nothing of it is in the cache, and n_prompt_tokens is of the task before
+    given = {**slot(0, 8192, 1475, busy=True), "n_prompt_tokens_processed": 0, "n_prompt_tokens_cache": 0, "next_token": [{"n_decoded": 0}]}
+    begun = {**slot(1, 8192, 666, busy=True), "n_prompt_tokens_processed": 301, "n_prompt_tokens_cache": 0, "next_token": [{"n_decoded": 366}]}
+    reused = {**slot(2, 8192, 500, busy=True), "n_prompt_tokens_processed": 100, "n_prompt_tokens_cache": 390, "next_token": [{"n_decoded": 11}]}
+    assert number(values_of([given, begun, reused], UNIFIED), "used_tokens") == 666 + 500
+
+
+def test_a_full_pool_is_full_and_not_fuller_by_the_token_that_was_drawn_last() -> None:
+    # as a running server with a unified pool of 2,048 tokens told it, just before it gave up with "Context size has been exceeded"
+    told = [(2009, 2008, 1), (680, 40, 0), (804, 0, 0), (603, 0, 0)]
+    slots = [
+        {**slot(n, 2048, tokens, busy=True), "n_prompt_tokens_processed": prompt, "n_prompt_tokens_cache": 0, "next_token": [{"n_decoded": drawn}]}
+        for n, (tokens, prompt, drawn) in enumerate(told)
+    ]
+    values = values_of(slots, {"pool_tokens": Reading(2048, "tokens", "start-up log: 2048 cells, 4/1 seqs")})
+    assert (number(values, "used_tokens"), number(values, "free_tokens"), number(values, "usage")) == (2048, 0, 1)
+
+
 def test_fresh_slots_that_name_no_tokens_hold_none() -> None:
     values = values_of(json.loads((DATA / "llamacpp" / "slots-fresh-split.json").read_text()), SPLIT)
     assert (number(values, "used_tokens"), number(values, "free_tokens")) == (0, number(values, "pool_tokens"))

@@ -82,7 +82,10 @@ def test_a_fuller_pool_fails_with_its_three_numbers(side: Make) -> None:
     gates = by_name(compare(side(users=2), side(users=8)).gates)
     assert gates["usage_not_worse"].verdict == FAIL
     assert gates["free_not_worse"].verdict == FAIL
-    assert "pool 127 blocks" in gates["usage_not_worse"].beside
+    before, after = gates["usage_not_worse"].beside.removeprefix("before: ").split("; after: ")
+    assert "2 requests running" in before
+    assert "8 requests running" in after
+    assert before.count("pool 127 blocks") == after.count("pool 127 blocks") == 1
 
 
 def test_a_milliseconds_worth_of_ttft_is_not_worth_a_verdict(side: Make) -> None:

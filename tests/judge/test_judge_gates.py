@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import parse
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.gates import FAIL, INCONCLUSIVE, INVALID, PASS
-from pytest_kvcache.quantities import Reading
-from pytest_kvcache.records import GateRecord, TelemetryRow
+from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.records import GateRecord, TelemetryRow, ValueRecord
 
 
 @pytest.fixture
@@ -45,9 +46,23 @@ def test_peak_usage_passes_and_fails_at_its_bound(made: Any) -> None:
 
 def test_a_usage_ratio_is_never_alone(made: Any) -> None:
     gate = gates.peak_usage([made()], 0.9)
-    for words in ("pool 127 blocks of 16 tokens", "at least 109 blocks free", "2 requests running", "mean length"):
+    for words in (
+        "pool 127 blocks of 16 tokens",
+        "109 blocks free at the tightest",
+        "the true peak is at least this",
+        "2 requests running",
+        "mean length",
+    ):
         assert words in gate.beside
         assert words in gate.text
+
+
+def test_beside_the_usage_of_replicas_stands_the_free_space_of_the_fullest(made: Any) -> None:
+    analysis = made()
+    values = {**analysis.values, "free_blocks.tightest": Reading(3.0, "blocks", "free_blocks, lowest of 2 servers")}
+    gate = gates.peak_usage([dataclasses.replace(analysis, values=values)], 0.9)
+    assert "109 blocks free at the tightest (3 blocks of the fullest server)" in gate.beside
+    assert "fullest" not in gates.peak_usage([analysis], 0.9).beside
 
 
 def test_the_worst_window_decides(made: Any) -> None:
@@ -71,6 +86,30 @@ def test_a_peak_that_polls_missed_and_our_own_log_shows_does_not_pass(made: Any)
     gate = gates.peak_usage([made(rows=rows, samples=samples)], 0.8)
     assert gate.verdict == INCONCLUSIVE
     assert "our request log" in gate.text
+
+
+def test_space_that_polls_saw_free_and_our_own_log_shows_taken_does_not_pass(made: Any) -> None:
+    rows = closed_loop(users=8, prompt=220, output=20)
+    samples = [sample([], T0 - 0.3 + i / 10, usage=0.1, used_blocks=12.0, free_blocks=115.0, running=8.0) for i in range(48)]
+    hollow, calm = made(rows=rows, samples=samples), made(samples=unpolled(usage=0.3, used_blocks=38.0, free_blocks=89.0))
+    gate = gates.free_space([hollow], 64)
+    assert gate.verdict == INCONCLUSIVE
+    assert "our request log leaves" in gate.text
+    # the window that polls saw fullest is not the one that our log shows fullest
+    for gate in (gates.free_space([calm, hollow], 64), gates.peak_usage([calm, hollow], 0.8)):
+        assert (gate.verdict, gate.evidence) == (INCONCLUSIVE, hollow.run.folder.parent.name + "/" + hollow.run.folder.name)
+    assert gates.free_space([calm], 64).verdict == PASS
+
+
+def test_an_error_that_only_a_full_pool_gives_proves_it_whatever_was_polled(made: Any) -> None:
+    rows = [*closed_loop(), refused(90, 1.0, "error_in_stream", "in the stream: Context size has been exceeded.")]
+    fields: dict[str, Any] = {"rows": rows, "samples": unpolled(usage=0.2, used_blocks=25.0, free_blocks=102.0)}
+    analysis = made(**fields, record={"engine": "llamacpp"})
+    usage, free = gates.peak_usage([analysis], 0.95), gates.free_space([analysis], 1)
+    assert usage.verdict == free.verdict == FAIL
+    assert "1 request that failed for want of free space proves" in usage.text
+    # the words are llama.cpp's: elsewhere they prove nothing
+    assert gates.peak_usage([made(**fields)], 0.95).verdict == PASS
 
 
 @pytest.mark.parametrize("judge", [lambda a: gates.peak_usage(a, 0.9), lambda a: gates.free_space(a, 1)])
@@ -175,6 +214,16 @@ def test_a_server_that_could_not_be_read_after_the_load_is_not_idle(made: Any) -
 def test_what_was_held_before_the_load_may_be_held_after_it(made: Any) -> None:
     analysis = made(before=[snapshot(T0 - 1, used_blocks=3)], after=[snapshot(T0 + 5, used_blocks=3)])
     assert gates.returns_to_idle([analysis]).verdict == PASS
+
+
+def test_an_engine_that_keeps_its_idle_cache_is_not_said_to_leak(made: Any) -> None:
+    analysis = made(after=[snapshot(T0 + 5, used_blocks=300)])
+    record = msgspec.structs.replace(analysis.run.record, engine="lmdeploy")
+    kept = dataclasses.replace(analysis, run=dataclasses.replace(analysis.run, record=record))
+    gate = gates.returns_to_idle([kept])
+    assert gate.verdict == PASS
+    assert "no sign of a leak" in gate.text
+    assert gates.returns_to_idle([analysis]).verdict == FAIL
 
 
 def test_quality_passes_at_its_rate_and_shows_the_bound(made: Any) -> None:
@@ -345,3 +394,27 @@ def test_a_peak_without_a_pool_size_still_says_what_is_not_known(made: Any) -> N
     assert "pool not known" in gate.text
     assert gate.value is not None
     assert isinstance(gate.value.to_value(), Reading)
+
+
+def test_a_pool_that_is_not_told_is_no_pool_that_cannot_be(made: Any) -> None:
+    untold = {"free_blocks": Missing("it counts tokens", cannot_happen=True), "free_tokens": Missing("an attached server does not tell its pool")}
+    untold |= {"usable_blocks": untold["free_blocks"], "pool_blocks": untold["free_blocks"], "pool_tokens": untold["free_tokens"]}
+    untold |= {"usage": untold["free_tokens"], "used_blocks": untold["free_blocks"]}
+    read = msgspec.structs.replace(
+        snapshot(T0 - 0.5), quantities={**snapshot(T0 - 0.5).quantities, **{name: ValueRecord.of(value) for name, value in untold.items()}}
+    )
+    analysis = made(samples=unpolled(), before=[read], after=[read])
+    for gate in (gates.free_space([analysis], 1), gates.fits([analysis], concurrency=1, length=10)):
+        assert gate.applicable
+        assert gate.verdict == INCONCLUSIVE
+        assert "does not tell its pool" in gate.text
+
+
+def test_replicas_that_tell_no_usage_are_not_called_balanced_nor_alone(made: Any) -> None:
+    pair = [snapshot(T0 - 0.5), msgspec.structs.replace(snapshot(T0 - 0.5), endpoint="http://127.0.0.1:2")]
+    both = [msgspec.structs.replace(row, endpoint=number) for row in unpolled(running=1.0) for number in range(2)]
+    analysis = made(samples=both, before=pair, after=pair)
+    gate = gates.balanced([analysis])
+    assert gate.applicable
+    assert gate.verdict == INCONCLUSIVE
+    assert "0 of 2 servers told their usage" in gate.text

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from loopback_tls import Tls
 from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import LoadFailed, UsageError
@@ -154,24 +155,34 @@ def test_faults_of_a_server_have_their_names_in_the_rows(fault: str, outcome: st
     assert outcomes(result) == {outcome: 2}
 
 
-def test_tls_is_verified_and_the_key_comes_from_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ssl
-
-    bundle = Path(__file__).parent.parent / "data" / "loopback-test-only.pem"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(bundle)
+def test_tls_is_verified_and_the_key_comes_from_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: Tls) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "sk-verysecretkey123")
-    with ScriptedServer(api_key="sk-verysecretkey123", tls=lambda sock: context.wrap_socket(sock, server_side=True)) as server:
+    with ScriptedServer(api_key="sk-verysecretkey123", tls=lambda sock: tls.context.wrap_socket(sock, server_side=True)) as server:
         with pytest.raises(LoadFailed, match=r"(?i)certificate"):
             press(server, tmp_path / "a", settings=Settings(api_key_env="KEY_OF_TEST"))
         with pytest.raises(LoadFailed, match="HTTP 401") as caught:
-            press(server, tmp_path / "b", settings=Settings(ca=str(bundle)))
+            press(server, tmp_path / "b", settings=Settings(ca=str(tls.ca)))
         assert "--kv-api-key-env" in caught.value.hint
-        result = press(server, tmp_path / "c", settings=Settings(ca=str(bundle), api_key_env="KEY_OF_TEST"), options={"requests": 2})
+        result = press(server, tmp_path / "c", settings=Settings(ca=str(tls.ca), api_key_env="KEY_OF_TEST"), options={"requests": 2})
     assert outcomes(result) == {contract.OK: 2}
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or b"verysecret" not in path.read_bytes(), path
     assert not [word for word in result.argv if "verysecret" in word]
+
+
+def test_a_secret_that_the_server_repeats_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "zebra-on-the-moon")
+    body = '{"hf_token": "giraffe-at-sea", "user": "me"}'
+    with ScriptedServer(faults=["error-in-stream=zebra-on-the-moon and hyena-in-town"]) as server:
+        by_user = server.url.replace("://", "://ann:hyena-in-town@")
+        for folder, address, name in (("key", server.url, "KEY_OF_TEST"), ("user", by_user, "")):
+            run_load(
+                [parse_endpoint(address, Settings(extra_body=body, api_key_env=name))], "normal", tmp_path / folder, **SHORT, options={"requests": 2}
+            )
+    for folder, secrets in (("key", ["zebra", "giraffe"]), ("user", ["hyena", "giraffe"])):
+        for path in (tmp_path / folder).iterdir():
+            assert not [word for word in secrets if word in path.read_text()], path
+        assert "in the stream: ***" in (tmp_path / "key" / "requests.jsonl").read_text()
 
 
 def test_nobody_there_is_one_clear_message(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_recorded_text_is_read_as_the_reference_reads_it(path: Path) -> None:
     # The reference renames what it knows to be a counter; without the TYPE lines it reads names as they stand, as we do.
     bare = "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n"
     assert same(ours(text), reference(bare))
-    assert len(ours(text)) > 5
+    assert ours(text)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from pytest_kvcache.quality.items import Item
 from pytest_kvcache.quality.needle import recall_items
 from pytest_kvcache.records import QualityRow
 from pytest_kvcache.runfolder import read_lines
-from pytest_kvcache.server.endpoint import Endpoint, choose_model, parse_endpoint
+from pytest_kvcache.server.endpoint import Completion, Endpoint, choose_model, parse_endpoint
 from pytest_kvcache.settings import Settings
 
 
@@ -137,3 +138,35 @@ def test_each_row_is_on_disk_as_soon_as_it_came(tmp_path: Path) -> None:
         ask_items(endpoint_of(server), [Item(f"i{n}", "q", "tok") for n in range(5)], path, concurrency=1)
     assert seen == [0, 1, 2, 3, 4]
     assert all(json.loads(line)["passed"] for line in path.read_bytes().splitlines())
+
+
+def test_items_that_fit_one_by_one_do_not_fill_the_pool_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+    under_way: list[int] = []
+    sums: list[int] = []
+
+    def complete(endpoint: Endpoint, prompt: str, max_tokens: int, **_: object) -> Completion:
+        with lock:
+            under_way.append(int(prompt))
+            sums.append(sum(under_way))
+        time.sleep(0.01)
+        with lock:
+            under_way.remove(int(prompt))
+        return Completion(200, " tok", 1, 1, "length", "", 0.01, {})
+
+    monkeypatch.setattr("pytest_kvcache.quality.ask.complete", complete)
+    items = [Item(f"i{n}", str(tokens), "tok", length_tokens=tokens) for n, tokens in enumerate((400, 400, 300, 100, 100, 50, 50, 50))]
+    with ScriptedServer(model="m") as server:
+        assert ask_items(endpoint_of(server), items, tmp_path / "q.jsonl").passed == len(items)
+    assert max(sums) <= 400
+    assert len(set(sums)) > 3, "short ones still go together"
+
+
+def test_replicas_share_the_items_and_their_rows_say_which_answered(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    items = [Item(f"i{n}", "q", "tok") for n in range(4)]
+    with ScriptedServer(model="m") as server:
+        ask_items(endpoint_of(server), items[0::2], path)
+        ask_items(endpoint_of(server), items[1::2], path, replica=1, append=True)
+    rows = list(read_lines(path, QualityRow))
+    assert {row.item: row.endpoint for row in rows} == {"i0": 0, "i2": 0, "i1": 1, "i3": 1}

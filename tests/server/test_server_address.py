@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback_tls import Tls
 
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.server.endpoint import Endpoint, parse_endpoint
 from pytest_kvcache.settings import Settings
-
-PEM = Path(__file__).parent.parent / "data" / "loopback-test-only.pem"
 
 
 def refused(url: str = "http://h:8000", **settings: Any) -> str:
@@ -177,13 +176,13 @@ def test_the_extra_body_is_a_json_object_that_leaves_our_fields_alone() -> None:
     assert "--kv-model" in refused(extra_body='{"model": "x"}')
 
 
-def test_the_ca_bundle_must_exist_and_hold_certificates(tmp_path: Path) -> None:
+def test_the_ca_bundle_must_exist_and_hold_certificates(tmp_path: Path, tls: Tls) -> None:
     assert "no such file" in refused(ca=str(tmp_path / "none.pem"))
     assert "no such file" in refused(ca=str(tmp_path))
     broken = tmp_path / "broken.pem"
     broken.write_text("not a certificate")
     assert "cannot be read" in refused(ca=str(broken))
-    assert parse_endpoint("https://h", Settings(ca=str(PEM))).ca == str(PEM)
+    assert parse_endpoint("https://h", Settings(ca=str(tls.ca))).ca == str(tls.ca)
 
 
 def test_a_proxy_is_taken_from_the_option_alone_and_its_password_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_kvcache.server.redaction import is_secret_flag, is_secret_name, redact, redact_words
+from pytest_kvcache.server.redaction import header_secrets, hide_known, is_secret_flag, is_secret_name, redact, redact_json, redact_words, remember
 
 
 @pytest.mark.parametrize(
@@ -161,3 +161,21 @@ def test_no_key_after_a_flag_or_in_an_address_gets_through(key: str) -> None:
     secret = f"Z{key}Z"
     for text in (f"--api-key {secret}", f"api_key='{secret}'", f"MY_KEY={secret}", f"https://u:{secret}@h/", f"Authorization: Bearer {secret}"):
         assert secret not in redact(text)
+
+
+def test_what_is_remembered_is_hidden_in_any_words_and_short_words_are_not() -> None:
+    remember(["zebra-on-the-moon", "blue"])
+    assert redact("no zebra-on-the-moon is blue") == hide_known("no zebra-on-the-moon is blue") == "no *** is blue"
+
+
+def test_the_secrets_of_headers_are_known_by_the_names_of_the_headers() -> None:
+    headers = {"Authorization": "Bearer zebra-on-the-moon", "X-Session": "s3ss10n-zebra", "X-Tenant": "blue-team"}
+    assert set(header_secrets(headers)) >= {"zebra-on-the-moon", "s3ss10n-zebra"}
+    assert "blue-team" not in header_secrets(headers)
+
+
+def test_json_keeps_its_shape_and_loses_its_secrets() -> None:
+    body = {"api_key": "zebra", "ignore_eos": True, "deep": [{"hf_token": "zebra", "n": 3}, "https://ann:zebra@host/x"], "max_tokens": 5}
+    assert redact_json(body) == {
+        "api_key": "***", "ignore_eos": True, "deep": [{"hf_token": "***", "n": 3}, "https://***@host/x"], "max_tokens": 5,
+    }  # fmt: skip

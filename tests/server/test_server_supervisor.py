@@ -141,7 +141,7 @@ def test_a_server_that_ends_in_time_after_term_writes_its_last_words(tmp_path: P
         began = time.monotonic()
         session.say("stop")
         assert session.hear()["event"] == "stopped"
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 9.5
         assert session.log.read_text().endswith("bye\n")
 
 
