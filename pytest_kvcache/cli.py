@@ -78,7 +78,18 @@ def build_parser() -> argparse.ArgumentParser:
         "inspect",
         _inspect,
         "say what an engine's scrape, JSON bodies or log tell, offline, or what a running server or a Prometheus server tells",
-        ("engine", "model", "header", "api_key_env", "metrics_api_key_env", "ca", "proxy", "scrape_timeout_s"),
+        (
+            "engine",
+            "engine_from",
+            "model",
+            "header",
+            "api_key_env",
+            "metrics_api_key_env",
+            "ca",
+            "proxy",
+            "scrape_timeout_s",
+            "allow_destructive_reads",
+        ),
     )
     inspect.add_argument("sources", nargs="*", metavar="FILE|URL|-", help="files of any kind, the address of a server, or - for standard input")
     inspect.add_argument("--json", action="store_true", help="print JSON")

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pytest_kvcache import units
-from pytest_kvcache.engines import RawState, clean
+from pytest_kvcache.engines import DIALECTS, RawState, clean, imported
 from pytest_kvcache.errors import CannotJudge, UsageError
 from pytest_kvcache.observe.inspecting import Inspection, inspect, of_fleet, read_sources
 from pytest_kvcache.observe.prometheus import Prometheus, Target
@@ -41,7 +41,10 @@ def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
         raise UsageError("one running server at a time", hint="save the scrapes of several into files, or use --prometheus")
     live, shown = _running(urls[0], settings) if urls else (None, "")
     files = [name for name in names if name not in urls]
-    found = inspect(read_sources(files) if files or not urls else [], engine=settings.engine, live=live, model=settings.model)
+    own = [imported(settings.engine_from)] if settings.engine_from else []
+    dialects = [*own, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in own})]
+    engine = own[0].name if own and settings.engine == "auto" else settings.engine
+    found = inspect(read_sources(files) if files or not urls else [], engine=engine, live=live, dialects=dialects, model=settings.model)
     if shown:
         found.inputs.insert(0, shown)
     return _print(found, arguments.json)
@@ -54,7 +57,8 @@ def _running(url: str, settings: Settings) -> tuple[RawState, str]:
         page = metrics_page(text, settings)
         text = page.endpoint.root if page.path in ("/metrics", "/prometheus/metrics", "/v1/metrics") else text.removesuffix("/metrics")
     endpoint = parse_endpoint(text, settings)
-    return fetch(endpoint, timeout_s=settings.scrape_timeout_s), f"{endpoint.shown}: a running server"
+    own = [imported(settings.engine_from)] if settings.engine_from else None
+    return fetch(endpoint, timeout_s=settings.scrape_timeout_s, candidates=own), f"{endpoint.shown}: a running server"
 
 
 def _print(found: Inspection, machine: bool) -> int:

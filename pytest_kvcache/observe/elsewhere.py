@@ -11,7 +11,7 @@ from pytest_kvcache.engines import Samples
 from pytest_kvcache.errors import EndpointUnreachable, KvError
 from pytest_kvcache.observe.answers import MOST_METRICS_BYTES, samples_of
 from pytest_kvcache.observe.joining import join_samples
-from pytest_kvcache.observe.prometheus import Prometheus
+from pytest_kvcache.observe.prometheus import Key, Prometheus
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.server.address import Endpoint, MetricsPage, PrometheusSource
 from pytest_kvcache.server.transport import ask
@@ -83,7 +83,7 @@ class _FromPrometheus(Elsewhere):
         self._server = Prometheus(
             source.url, source.selector, api_key_env=source.api_key_env, ca=endpoint.ca, proxy=endpoint.proxy, timeout_s=timeout_s
         )
-        self._newest = 0.0
+        self._newest: dict[Key, float] = {}
 
     def look(self, *, repeat: bool = True) -> Samples | Missing:
         try:
@@ -92,8 +92,8 @@ class _FromPrometheus(Elsewhere):
             return Missing(error.what)
         except RuntimeError:
             return Missing("Prometheus was not read: the reader is closed")
-        if newest <= self._newest and not repeat:
-            return Missing("Prometheus holds no newer scrape: its scrape interval is the highest rate that --kv-sample-hz can have")
+        if not repeat and any(scraped <= self._newest.get(target, 0.0) for target, scraped in newest.items()):
+            return Missing("Prometheus holds no newer scrape of every target: its scrape interval is the highest rate that --kv-sample-hz can have")
         self._newest = newest
         return samples
 

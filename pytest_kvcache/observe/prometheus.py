@@ -177,8 +177,8 @@ class Prometheus:
         whole = read(several, self._state(Samples(joined, frozenset(joined))), wall_s, self.endpoint.shown)
         return Fleet(whole, targets, first.title, tuple(skipped))
 
-    def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, float]:
-        """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and since when all of them are that new.
+    def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, dict[Key, float]]:
+        """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and when each was scraped.
 
         Unlike ``snapshot`` it sees when a value was scraped, and takes none that is older. Raises what ``window`` raises.
         """
@@ -192,7 +192,7 @@ class Prometheus:
         for labels, points in series:
             key = _key(labels)
             newest[key] = max(newest.get(key, 0.0), points[-1][0])
-        return _samples((labels, points[-1][1]) for labels, points in series), min(newest.values())
+        return _samples((labels, points[-1][1]) for labels, points in series), newest
 
     def _state(self, samples: Samples) -> RawState:
         state = RawState(metrics=samples)
