@@ -6,6 +6,7 @@ states. What is not there is Missing with the reason.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from pytest_kvcache.server.startlogs.live import live_values
 
 _TAIL = 2 << 20
 _MOST_FILES = 64
+_V0_BLOCKS = re.compile(r"# ?\w{1,20} blocks: ")
 _NO_SCRAPE = "no scrape of /metrics was given"
 
 
@@ -127,6 +129,9 @@ def inspect(
     for name in QUANTITIES:
         found.quantities.setdefault(name, Missing("the start-up log does not state it"))
     _take_log(found, raw, log, log_text, pasted)
+    for name, value in found.quantities.items():
+        if isinstance(value, Missing):
+            found.quantities[name] = Missing("; ".join(dict.fromkeys(value.reason.split("; "))), value.cannot_happen)
     told = [value for value in found.quantities.values() if isinstance(value, Reading)]
     if not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
         found.judged = False
@@ -228,6 +233,10 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
             stated = found.quantities.get(name)
             if isinstance(stated, Missing) and not stated.cannot_happen and name in raw.log_facts:
                 found.quantities[name] = value
+    blocks = found.quantities["pool_blocks"]
+    if log.engine == "vllm" and raw.metrics is None and isinstance(blocks, Reading) and _V0_BLOCKS.search(blocks.source):
+        # Only V0 prints its blocks so, and it keeps no null block.
+        found.quantities["usable_blocks"] = Reading(blocks.value, "blocks", f"{blocks.source} (V0: no null block)")
     if raw.metrics is None and not any(part.json for part in pasted):
         values, notes = live_values(text)
         for name, value in values.items():

@@ -122,6 +122,35 @@ def test_one_live_process_of_eight_is_the_usage() -> None:
     assert value(told(INFO.splitlines()[0] % "1001" + "\n" + rows), "usage") == 0.653
 
 
+def test_a_log_of_v0_keeps_no_null_block() -> None:
+    found = told((STARTUP / "vllm-0.6.6-v0-startup.log").read_text())
+    assert value(found, "usable_blocks") == value(found, "pool_blocks") == 24188
+    assert value(found, "usage") == 0.75
+
+
+def test_the_forms_of_the_first_account() -> None:
+    found = told("GPU KV cache size: 12.00 GB\n# GPU blocks: 800\n")
+    assert found["engine"] == "vllm"
+    assert value(found, "pool_blocks") == 800
+    assert value(found, "pool_bytes") == 12 << 30
+    assert any("GiB" in note for note in found["notes"])
+
+
+EVERY = sorted(path for path in (DATA / "exposition").glob("*/*.*"))
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_recorded_sample_is_known_by_its_content(path: Path) -> None:
+    found = told(path.read_text())
+    if path.name == "1.x-metrics-empty.json":
+        assert found["engine"] == "unknown", "[] is what trtllm-serve says before its first request"
+        return
+    assert found["engine"] == path.parent.name
+    assert any("value" in quantity for quantity in found["quantities"].values())
+    for quantity in found["quantities"].values():
+        assert set(quantity) >= {"value", "unit", "source"} or quantity["missing"]
+
+
 def test_a_token_figure_below_the_max_length_is_no_failure() -> None:
     found = told("INFO GPU KV cache size: 37,392 tokens\nINFO Maximum concurrency for 262,144 tokens per request: 1.53x\n")
     assert value(found, "max_concurrency") == 1.53
