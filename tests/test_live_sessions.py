@@ -64,7 +64,7 @@ def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path
     assert preemption
     assert not any(gate.get("applicable", True) for gate in preemption), "llama.cpp never preempts: listed as not applicable"
     for run in (session / "runs").iterdir():
-        assert json.loads((run / "run.json").read_text())["problems"] == []
+        assert json.loads((run / "run.json").read_text()).get("problems", []) == []
 
 
 def test_a_quantised_kv_cache_fails_on_quality_and_on_nothing_hollow(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_a_saved_baseline_is_compared_with_and_one_of_another_engine_is_not(tmp_
     saved = _run(tmp_path, "--kv-save=before", *chosen)
     assert (tmp_path / "reports" / "baselines" / "before" / "runs").is_dir(), saved.stdout
     unknown = _run(tmp_path, "--kv-baseline=befor", *chosen)
-    assert unknown.returncode == 1
-    assert "before" in unknown.stdout
+    assert unknown.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "saved in reports/baselines: before" in unknown.stderr
     run = next((tmp_path / "reports" / "baselines" / "before" / "runs").glob("*/run.json"))
     record = json.loads(run.read_text())
     for path in (tmp_path / "reports" / "baselines" / "before" / "runs").glob("*/run.json"):
@@ -160,7 +160,7 @@ def test_the_comparison_alone_measures_what_it_needs(tmp_path: Path) -> None:
     result = _run(tmp_path, "--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2", "-k", "nothing_worse")
     assert "Traceback" not in result.stdout
     gates = {(gate["name"], gate.get("lane", "")): gate["verdict"] for gate in _verdict(tmp_path)["gates"]}
-    assert gates["quality_not_worse", ""] == "FAIL", result.stdout
+    assert "FAIL" in {verdict for (name, _), verdict in gates.items() if name == "quality_not_worse"}, result.stdout
     assert ("usage_not_worse", "longctx") in gates
 
 

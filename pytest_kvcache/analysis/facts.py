@@ -42,7 +42,8 @@ def gather(
         exceptions=tuple(note.text[:300] for note in frame.notes if note.subject in _BROKEN_NOTES),
         sent=len(rows),
         asked=_asked(record, frame),
-        lag_p99_s=float(np.quantile(lag, 0.99)) if len(lag) else 0.0,
+        # the value at or below the 99th percentile: among few requests the percentile itself is all but the latest one, a single stall
+        lag_p99_s=float(np.quantile(lag, 0.99, method="lower")) if len(lag) else 0.0,
         # in a short window the 99th percentile of the loop's lag is its maximum, so that one stall would look like steady lag
         loop_lag_p99_s=max((end.lag_p99_s for end in frame.ends if end.lag_p99_s < end.lag_max_s), default=0.0),
         loop_stall_s=max((end.lag_max_s for end in frame.ends), default=0.0),

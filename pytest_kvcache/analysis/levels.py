@@ -180,6 +180,7 @@ def _at_peak(values: dict[str, Value], wall_s: Floats, columns: dict[str, Floats
         )
     else:
         values["running.at_peak"] = Missing("the moment of peak usage is not known")
+        moment -= 1e-6  # the payload's peak is where a request ends: what counts is what stood just before
     at = np.array([moment])
     count, level = float(load.decoding(at)[0]), float(load.lower(at)[0])
     where = "decoding"
