@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvcache.observe.dcgm import read_dcgm
@@ -99,6 +99,7 @@ def test_labels_that_prometheus_renamed_are_those_of_the_workload() -> None:
     assert row.labels == {"pod": "vllm-0", "namespace": "prod"}
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_FB_FREE", "{", "}", 'gpu="0"', 'UUID="x"', " 1e400", " 5", "\n", ",", '"', " NaN", "gpu=²"]), max_size=30).map("".join) | st.text(max_size=200))  # fmt: skip
 def test_any_text_gives_rows_or_a_reason(text: str) -> None:
     found = read_dcgm(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_server import ScriptedServer
 
@@ -181,6 +181,7 @@ def test_odd_samples_of_prometheus_are_no_numbers() -> None:
     assert target.rows[3].error
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_selector_is_taken_or_refused(text: str) -> None:
     with contextlib.suppress(UsageError):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_server import ScriptedServer
 
@@ -322,6 +322,7 @@ PIECES = [SCRAPE[:400], "{", "}", "[", "]", '"', "vllm:kv_cache_usage_perc ", "0
           "DCGM_FI_DEV_FB_USED 5", '[{"id":0,"n_ctx":8,"is_processing":', "true", "}]", '{"error":', "\x00", "\x1b[31m", "Running: 1 reqs, Waiting: 1 reqs, GPU KV cache usage: 5%"]  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join).map(str.encode) | st.binary(max_size=300))
 def test_any_bytes_are_inspected_without_raising(data: bytes) -> None:
     found = inspect([sort_text("x", data)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvcache.server.causes import diagnose
@@ -122,6 +122,7 @@ def test_a_failure_after_the_start_is_not_a_failed_start() -> None:
     assert found.after_start
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(

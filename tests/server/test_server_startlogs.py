@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvcache.quantities import Missing, Reading
@@ -236,6 +236,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text(max_size=200))
 def test_broken_lines_do_not_raise(text: str) -> None:
     log = read_log(text)
