@@ -25,7 +25,8 @@ EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "INVALID": 4}
 
 SERVER = (
     "endpoint", "launch", "model", "engine", "engine_from", "api", "header", "extra_body", "api_key_env", "metrics_api_key_env", "ca", "proxy",
-    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "allow_destructive_reads",
+    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "allow_destructive_reads", "metrics_url", "prometheus",
+    "prometheus_selector", "prometheus_api_key_env",
 )  # fmt: skip
 PROBE = ("seed", "reset_cache", "keep_text")
 LOAD = ("users", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")
@@ -73,6 +74,31 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("folders", nargs="*", metavar="FOLDER", help="two session folders or saved baselines: before, after")
     compare.add_argument("--profile", action="append", metavar="NAME", help="profile to measure; repeatable [default: normal and longctx]")
     compare.add_argument("--no-quality", action="store_true", help="leave the quality items out")
+    inspect = add(
+        "inspect",
+        _inspect,
+        "say what an engine's scrape, JSON bodies or log tell, offline, or what a running server or a Prometheus server tells",
+        (
+            "engine",
+            "engine_from",
+            "model",
+            "header",
+            "api_key_env",
+            "metrics_api_key_env",
+            "ca",
+            "proxy",
+            "scrape_timeout_s",
+            "allow_destructive_reads",
+        ),
+    )
+    inspect.add_argument("sources", nargs="*", metavar="FILE|URL|-", help="files of any kind, the address of a server, or - for standard input")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.add_argument("--prometheus", default="", metavar="URL", help="read a fleet out of this Prometheus server")
+    inspect.add_argument("--selector", default="", metavar="MATCHERS", help='label matchers of its targets, as in job="vllm"')
+    inspect.add_argument("--prometheus-api-key-env", default="", metavar="NAME", help="environment variable that holds its key")
+    inspect.add_argument("--at", default="", metavar="TIME", help="a time that is past: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
+    inspect.add_argument("--window", default="", metavar="DURATION", help="the time before --at, as in 60s or 2h: peaks and lows of each target")
+    inspect.add_argument("--step", default="15s", metavar="DURATION", help="time between two points of the window [default: 15s]")
     report = add("report", _report, "make report.html and summary.md of a session folder again")
     report.add_argument("folder", metavar="FOLDER")
     engine = add("engine", _engine, "install, list or remove the engines that this package can run itself")
@@ -183,6 +209,12 @@ def _watch(arguments: argparse.Namespace) -> int:
 
     with _session(options.settings_from(arguments)) as session:
         return watch(session.target, count=arguments.count, interval_s=arguments.interval_s)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.inspection import run_inspect
+
+    return run_inspect(arguments, options.settings_from(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -61,7 +61,11 @@ class SnapshotRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GpuRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Memory of one card at one moment, in bytes; ``processes`` maps pid to bytes where NVML tells."""
+    """Memory of one card at one moment, in bytes; ``processes`` maps pid to bytes where NVML tells.
+
+    ``host`` is the node's name where another machine told it (a DCGM exporter), and ``labels`` what it says of the card's users
+    (namespace, pod, container, MIG instance).
+    """
 
     index: int
     uuid: str
@@ -71,6 +75,8 @@ class GpuRow(msgspec.Struct, frozen=True, omit_defaults=True):
     free_bytes: int
     reserved_bytes: int = 0
     processes: dict[str, int] = {}
+    host: str = ""
+    labels: dict[str, str] = {}
 
 
 class TelemetryRow(msgspec.Struct, frozen=True, omit_defaults=True):

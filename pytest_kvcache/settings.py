@@ -62,6 +62,19 @@ class Settings:
     # observation
     sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")
     scrape_timeout_s: float = _opt(5.0, "longest time that one read of /metrics may take", group="observation", parse="seconds")
+    metrics_url: tuple[str, ...] = _opt(
+        (),
+        "where telemetry is read when the API is behind a router: one URL for each server behind it; repeatable",
+        group="observation",
+        metavar="URL",
+    )
+    prometheus: str = _opt("", "Prometheus server to read the telemetry from, in place of /metrics", group="observation", metavar="URL")
+    prometheus_selector: str = _opt(
+        "", 'label matchers of the targets there, as in job="vllm",namespace="prod"', group="observation", metavar="MATCHERS"
+    )
+    prometheus_api_key_env: str = _opt(
+        "", "environment variable that holds a key for the Prometheus server; no other key is sent there", group="observation", metavar="NAME"
+    )
     allow_destructive_reads: bool = _opt(
         False, "allow reads that take the telemetry away from other readers (the JSON /metrics of trtllm-serve)", group="observation"
     )
@@ -163,7 +176,7 @@ def resolve(command_line: Mapping[str, Any], ini: Mapping[str, Any], environ: Ma
 
 
 def _check(settings: Settings) -> None:
-    for name in ("launch", "before", "after", "save", "baseline", "engine", "engine_from", "reports", "name"):
+    for name in ("launch", "before", "after", "save", "baseline", "engine", "engine_from", "reports", "name", "prometheus"):
         if name in settings.sources and not str(getattr(settings, name)).strip():
             raise UsageError(f"{flag(name)} was given and is empty", hint="leave it out, or give it a value")
     named = [flag(name) for name in ("endpoint", "launch") if getattr(settings, name)]
@@ -173,6 +186,17 @@ def _check(settings: Settings) -> None:
         named.append("--kv-before/--kv-after")
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", hint="name the server in one way")
+    elsewhere = [flag(name) for name in ("metrics_url", "prometheus") if getattr(settings, name)]
+    if len(elsewhere) > 1:
+        raise UsageError(f"{' and '.join(elsewhere)} exclude each other", hint="name the source of the telemetry in one way")
+    if elsewhere and len(settings.endpoint) != 1:
+        raise UsageError(
+            f"{elsewhere[0]} says where the telemetry of one --kv-endpoint is read, and {len(settings.endpoint)} are named",
+            hint="name the router's address with --kv-endpoint, once",
+        )
+    for name in ("prometheus_selector", "prometheus_api_key_env"):
+        if getattr(settings, name) and not settings.prometheus:
+            raise UsageError(f"{flag(name)} belongs to --kv-prometheus", hint="name the server with --kv-prometheus URL")
     for name in ("users", "duration_s", "output_tokens", "min_free"):
         if getattr(settings, name) < 0:
             raise UsageError(f"{flag(name)} cannot be negative")

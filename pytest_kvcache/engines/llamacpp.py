@@ -195,7 +195,10 @@ DIALECT = Dialect(
         "pool_bytes": first_of(LogFact(), absent("llama.cpp states the pool's bytes in its start-up log only")),
         "max_concurrency": absent("llama.cpp gives no such figure: its seats are its slots"),
         "max_model_len": first_of(
-            JsonField("/props", ("default_generation_settings", "n_ctx")), Derived("least n_ctx of /slots", _least_context), LogFact()
+            JsonField("/props", ("default_generation_settings", "n_ctx")),
+            Derived("least n_ctx of /slots", _least_context),
+            JsonField("/v1/models", ("data", 0, "meta", "n_ctx")),
+            LogFact(),
         ),
         "max_num_seqs": first_of(JsonField("/props", ("total_slots",)), Derived("number of /slots", _slot_count), LogFact()),
         "kv_dtype": first_of(LogFact(), absent("llama.cpp states the KV type in its start-up log only")),

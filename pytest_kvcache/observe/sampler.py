@@ -13,14 +13,15 @@ from pathlib import Path
 from pytest_kvcache.engines import Dialect, Values, read_values
 from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.observe.gpu import read_gpus
+from pytest_kvcache.observe.sampled import SAMPLED
 from pytest_kvcache.observe.scrape import Reader
-from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
+from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GpuRow, TelemetryRow
 from pytest_kvcache.runfolder import encode_line
 from pytest_kvcache.server.address import Endpoint
 
-# What moves, and the sizes whose change tells that the server was restarted in between.
-SAMPLED = frozenset(name for name, q in QUANTITIES.items() if q.kind != "config") | {"pool_blocks", "usable_blocks", "pool_tokens"}
+__all__ = ["SAMPLED", "Sampler", "SamplerStats"]
+
 # Without one of these a look told nothing about the KV cache: it counts as an error, not as a sample. What the first good look told
 # must be in every later one.
 _TELLING = ("usage", "used_blocks", "used_tokens", "running")

@@ -10,19 +10,21 @@ from typing import Any
 
 import httpx
 
-from pytest_kvcache.engines import DIALECTS, Dialect, JsonPath, RawState, Samples, clean, detect, named, owned_by, read, signs
+from pytest_kvcache.engines import DIALECTS, Dialect, JsonPath, RawState, Samples, detect, named, owned_by, read, signs
 from pytest_kvcache.errors import EndpointUnreachable
+from pytest_kvcache.observe.answers import MOST_METRICS_BYTES, refusal, samples_of
+from pytest_kvcache.observe.elsewhere import Elsewhere
 from pytest_kvcache.observe.exposition import parse_samples
+from pytest_kvcache.observe.joining import telling_servers_apart
 from pytest_kvcache.quantities import Missing, Value
 from pytest_kvcache.records import SnapshotRecord
 from pytest_kvcache.server.address import Endpoint
 from pytest_kvcache.server.redaction import hide_known
 from pytest_kvcache.server.startlog import read_facts
-from pytest_kvcache.server.transport import Answer, ask, error_text
+from pytest_kvcache.server.transport import Answer, ask
 
 __all__ = ["Reader", "detect_endpoint", "fetch", "parse_samples", "take_snapshot", "take_snapshot_raw"]
 
-MOST_METRICS_BYTES = 32 << 20
 MOST_JSON_BYTES = 4 << 20
 # A start-up is told in the first lines; what follows is one line a request.
 LOG_HEAD_BYTES = 1 << 20
@@ -58,6 +60,7 @@ class Reader:
         self._metrics = endpoint.client(timeout_s=timeout_s, metrics=True)
         self._metrics.headers["Accept"] = _ACCEPT
         self._api = endpoint.client(timeout_s=timeout_s)
+        self._elsewhere = Elsewhere.of(endpoint, self._wanted, timeout_s)
         self._once: dict[str, Any | Missing] = {}
         self._metrics_path = ""
         self._answered = False
@@ -74,6 +77,8 @@ class Reader:
         """Close the connections. A read that is under way in another thread then fails."""
         self._metrics.close()
         self._api.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     @property
     def silence(self) -> EndpointUnreachable | None:
@@ -88,12 +93,14 @@ class Reader:
         """
         self._answered, self._failure, self._unanswered = False, None, 0
         raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
-        answer, samples = self._read_metrics()
+        answer, samples = self._read_metrics() if self._elsewhere is None else self._read_elsewhere(self._elsewhere, once)
         if isinstance(samples, Missing):
             raw.metrics_reason = samples.reason
         else:
             raw.metrics = samples
             raw.text = answer.body.decode("utf-8", "replace") if keep_text and isinstance(answer, Answer) else ""
+            if keep_text and self._elsewhere is not None:
+                raw.text = self._elsewhere.text
         told = signs(raw, self.candidates)[0]
         bodies = {path.path: path for dialect in told or self.candidates for path in dialect.json_paths if not (told and path.without_metrics)}
         raw.json = {name: self._read_body(path, once) for name, path in bodies.items() if not path.destructive}
@@ -111,6 +118,11 @@ class Reader:
             raw.json = {**raw.json, path.path: body}
         return raw
 
+    def _read_elsewhere(self, elsewhere: Elsewhere, once: bool) -> tuple[Answer | Missing, Samples | Missing]:
+        samples = elsewhere.look(repeat=once)
+        self._answered = not isinstance(samples, Missing)
+        return Missing("it was read elsewhere"), samples
+
     def _read_metrics(self) -> tuple[Answer | Missing, Samples | Missing]:
         """Return the first answer of the candidates' metrics paths that is an exposition; else that of /metrics, or of the first path."""
         paths = list(dict.fromkeys(path for dialect in self.candidates for path in dialect.metrics_paths))
@@ -124,7 +136,7 @@ class Reader:
             if self._is_destructive(path):
                 continue
             answer = self._get(self._metrics, path, MOST_METRICS_BYTES)
-            samples = answer if isinstance(answer, Missing) else _samples(answer, self._wanted, path)
+            samples = answer if isinstance(answer, Missing) else samples_of(answer, self._wanted, path)
             if not isinstance(samples, Missing) or (path == "/metrics" and isinstance(answer, Answer) and answer.body.lstrip()[:1] == b"["):
                 self._metrics_path = path
                 return answer, samples
@@ -172,50 +184,13 @@ class Reader:
         return Missing(f"{path}: {error.what}")
 
 
-def _samples(answer: Answer, wanted: frozenset[str], path: str = "/metrics") -> Samples | Missing:
-    """Return the samples of an answer of /metrics, or in one sentence why it is no exposition."""
-    reason = _refusal(path, answer, "--kv-metrics-api-key-env")
-    if reason:
-        return Missing(reason)
-    if answer.is_html:
-        title = error_text(answer)
-        return Missing(f"{path} answers with a web page{f' ({title})' if title else ''}: a login page or a gateway stands in the way")
-    if answer.body.lstrip()[:1] in {b"{", b"["} and answer.value is not None:
-        return Missing(f"{path} answers with JSON and not with the text format: another engine, or another page of it")
-    samples = parse_samples(answer.body, wanted)
-    if not samples.names:
-        return Missing(f"{path} answers with text that holds no sample")
-    return samples
-
-
 def _json(path: str, answer: Answer) -> Any | Missing:
-    reason = _refusal(path, answer, "--kv-api-key-env")
+    reason = refusal(path, answer, "--kv-api-key-env")
     if reason:
         return Missing(reason)
     if answer.value is None:
         return Missing(f"{path} answers with a web page" if answer.is_html else f"{path} answers with text that is not JSON")
     return answer.value
-
-
-def _refusal(path: str, answer: Answer, key_flag: str) -> str:
-    """Return why an answer is of no use whatever its form should be; "" where it may be. Each way of failing has its own text."""
-    status, said = answer.status, clean(error_text(answer), 200)
-    saying = f": {said}" if said else ""
-    if status in (401, 403):
-        return f"{path} answers HTTP {status}: it wants a key, whose environment variable {key_flag} names{saying}"
-    if status == 404:
-        return f"{path} answers HTTP 404: there is no such page"
-    if status == 501:
-        return f"{path} answers HTTP 501{saying or ': it is switched off'}"
-    if 300 <= status < 400:
-        return f"{path} answers HTTP {status}: it redirects, and redirects are not followed"
-    if status != 200:
-        return f"{path} answers HTTP {status}{saying}"
-    if answer.cut:
-        return f"{path} is longer than {len(answer.body) >> 20} MiB and was not read"
-    if not answer.body.strip():
-        return f"{path} answers HTTP 200 with an empty body: nothing is told, which is not zero"
-    return ""
 
 
 def fetch(
@@ -240,12 +215,17 @@ def detect_endpoint(endpoint: Endpoint, engine: str = "auto", extra: Sequence[Di
     Raises UsageError for an unknown name, UnknownEngine (with what was seen) and EndpointUnreachable.
     """
     if engine != "auto":
-        return named(engine, extra)
+        return _apart(endpoint, named(engine, extra))
     candidates = [*extra, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in extra})]
     raw = fetch(endpoint, timeout_s=timeout_s, candidates=candidates)
     if len(signs(raw, extra)[0]) == 1:
-        return detect(raw, extra)  # a user's own dialect is asked before ours, which may know the same series
-    return detect(raw, candidates)
+        return _apart(endpoint, detect(raw, extra))  # a user's own dialect is asked before ours, which may know the same series
+    return _apart(endpoint, detect(raw, candidates))
+
+
+def _apart(endpoint: Endpoint, dialect: Dialect) -> Dialect:
+    """Return the dialect, able to tell the servers apart where several are read for one endpoint."""
+    return telling_servers_apart(dialect) if len(endpoint.metrics) > 1 or endpoint.prometheus is not None else dialect
 
 
 def take_snapshot_raw(
@@ -258,7 +238,7 @@ def take_snapshot_raw(
     """
     wall_s = time.time()
     raw = fetch(endpoint, dialect, log=log, timeout_s=timeout_s)
-    return read(dialect if dialect is not None else detect(raw), raw, wall_s, endpoint.shown), hide_known(raw.text)
+    return read(dialect if dialect is not None else _apart(endpoint, detect(raw)), raw, wall_s, endpoint.shown), hide_known(raw.text)
 
 
 def take_snapshot(endpoint: Endpoint, dialect: Dialect | None = None, log: Path | None = None, *, timeout_s: float = 5.0) -> SnapshotRecord:

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
 import httpx
@@ -29,12 +29,29 @@ _FRAMING = frozenset({"content-length", "transfer-encoding", "connection"})
 _OURS_IN_A_BODY = ("model", "prompt", "messages", "stream")
 
 
+class MetricsPage(NamedTuple):
+    """A page of telemetry elsewhere: the server behind a router, and the path of its metrics."""
+
+    endpoint: Endpoint
+    path: str
+
+
+@dataclass(frozen=True)
+class PrometheusSource:
+    """A Prometheus server that holds the telemetry of an endpoint; ``url`` may hold user-info and is never shown."""
+
+    url: str = field(repr=False)
+    selector: str = ""
+    api_key_env: str = ""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """One server. ``root`` is scheme, host, port and path prefix, without ``/v1`` and without a trailing slash.
 
     ``owned`` says that we launched it; ``pid`` and ``log`` are then its root process and its log file. What is secret
-    (headers, user-info) is never part of ``repr`` or ``shown``; the keys themselves stay in the environment.
+    (headers, user-info) is never part of ``repr`` or ``shown``; the keys themselves stay in the environment. ``metrics`` are the pages
+    that hold the telemetry where it is not at ``root``, and ``prometheus`` the server that holds it instead.
     """
 
     root: str
@@ -51,6 +68,8 @@ class Endpoint:
     pid: int | None = None
     log: Path | None = None
     basic_auth: str = field(default="", repr=False)
+    metrics: tuple[MetricsPage, ...] = ()
+    prometheus: PrometheusSource | None = None
     allow_destructive_reads: bool = False
 
     def url(self, path: str) -> str:
@@ -166,6 +185,10 @@ def parse_endpoint(url: str, settings: Settings) -> Endpoint:
         api_key_env=settings.api_key_env,
         metrics_api_key_env=settings.metrics_api_key_env,
         basic_auth=basic_auth,
+        metrics=tuple(metrics_page(page, settings) for page in settings.metrics_url),
+        prometheus=PrometheusSource(settings.prometheus, settings.prometheus_selector, settings.prometheus_api_key_env)
+        if settings.prometheus
+        else None,
         allow_destructive_reads=settings.allow_destructive_reads,
     )
     if settings.ca:
@@ -175,6 +198,29 @@ def parse_endpoint(url: str, settings: Settings) -> Endpoint:
     endpoint.api_headers()
     endpoint.metrics_headers()
     return endpoint
+
+
+def metrics_page(url: str, settings: Settings) -> MetricsPage:
+    """Return the page of telemetry that ``url`` names: with its path where it ends in ``metrics``, else its ``/metrics``.
+
+    Of the keys it gets only the one named for metrics, and user-info of this very address. Raises UsageError.
+    """
+    text = url.strip().rstrip("/")
+    path = "/metrics"
+    if text.endswith("/metrics"):
+        parts = urlsplit(text)
+        path = parts.path
+        text = text.removesuffix(path)
+    root, basic_auth = _split(text)
+    endpoint = Endpoint(
+        root=root,
+        ca=settings.ca,
+        proxy=_proxy(settings.proxy),
+        metrics_api_key_env=settings.metrics_api_key_env,
+        basic_auth="" if settings.metrics_api_key_env else basic_auth,
+    )
+    endpoint.metrics_headers()
+    return MetricsPage(endpoint, path)
 
 
 def _refuse(url: str, reason: str, hint: str) -> NoReturn:

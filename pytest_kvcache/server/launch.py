@@ -18,6 +18,7 @@ import psutil
 
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, LaunchFailed, UsageError
 from pytest_kvcache.server.address import Endpoint, parse_endpoint
+from pytest_kvcache.server.causes import explain
 from pytest_kvcache.server.endpoint import check_ready
 from pytest_kvcache.server.process import OwnedProcess
 from pytest_kvcache.server.redaction import HIDDEN, header_secrets, is_secret_name, redact, redact_words
@@ -286,7 +287,7 @@ def _died(process: OwnedProcess, shown: tuple[str, ...] | list[str], when: str) 
     process.stop()  # the rest of its tree; and the log is complete after that
     status, text = process.status, read_log_tail(process.log, _TAIL_BYTES)
     cause = root_cause(text)
-    hint = "the log has the whole story"
+    hint = "; ".join(part for part in explain(cause, text) if part) or "the log has the whole story"
     if status == 128 + signal.SIGKILL:
         hint = _KILLED
     if status is None:

@@ -18,6 +18,8 @@ _MAX_TEXT = 4 << 20
 
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]")
 
+_CONTROLS = dict.fromkeys(code for code in (*range(32), 127) if chr(code) not in "\n\r\t")
+
 # What loggers and process managers write in front of a line, outermost first; each may come once more inside another.
 _PREFIX = re.compile(
     r"\s*(?:"
@@ -98,6 +100,8 @@ _QUIET = re.compile(r"\b(?:INFO|DEBUG|WARNING|WARN)\b")
 def strip_escapes(text: str) -> str:
     """Return text without colour codes and other escape sequences, and without control characters other than line ends and tabs."""
     text = _ESCAPE.sub("", text)
+    if text.isascii():  # most logs are, and a log may be long
+        return text.translate(_CONTROLS)
     return "".join(char for char in text if char.isprintable() or char in "\n\r\t")
 
 

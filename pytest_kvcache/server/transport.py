@@ -11,6 +11,7 @@ import html
 import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,15 +90,19 @@ def ask(
     path: str,
     *,
     body: Any = None,
+    form: Mapping[str, str | list[str]] | None = None,
     timeout_s: float = 30.0,
     limit_bytes: int = MAX_ANSWER_BYTES,
 ) -> Answer:
-    """Return the answer of one request, whatever its status. Raises EndpointUnreachable where none comes in ``timeout_s`` seconds."""
+    """Return the answer of one request, whatever its status; ``body`` is sent as JSON, ``form`` as form fields.
+
+    Raises EndpointUnreachable where none comes in ``timeout_s`` seconds.
+    """
     began = time.perf_counter()
     chunks: list[bytes] = []
     size = 0
     try:
-        with client.stream(method, endpoint.url(path), json=body, timeout=timeout_s) as response:
+        with client.stream(method, endpoint.url(path), json=body, data=form, timeout=timeout_s) as response:
             for chunk in response.iter_bytes():
                 chunks.append(chunk)
                 size += len(chunk)

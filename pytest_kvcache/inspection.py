@@ -1,0 +1,185 @@
+"""``pytest-kvcache inspect``: files, standard input, a running server, or a fleet in a Prometheus server. Reads only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+from pytest_kvcache import units
+from pytest_kvcache.engines import DIALECTS, RawState, clean, imported
+from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.observe.inspecting import Inspection, inspect, of_fleet, read_sources
+from pytest_kvcache.observe.prometheus import Prometheus, Target
+from pytest_kvcache.observe.scrape import fetch
+from pytest_kvcache.observe.showing import as_json, as_text
+from pytest_kvcache.server.address import metrics_page, parse_endpoint
+from pytest_kvcache.settings import Settings
+
+_WINDOW = (("usage", max), ("free_blocks", min), ("free_tokens", min), ("running", max), ("waiting", max))
+_COUNTED = ("preemptions", "rejections")
+
+
+def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Print what was found and return the exit code: 0, or 3 where it cannot be judged. Raises KvError."""
+    if arguments.prometheus:
+        if arguments.sources:
+            raise UsageError("--prometheus and files exclude each other", hint="one source at a time")
+        return _fleet(arguments, settings)
+    if arguments.at or arguments.window or arguments.selector:
+        raise UsageError("--at, --window and --selector belong to --prometheus", hint="name the server with --prometheus URL")
+    names = arguments.sources or ([] if sys.stdin.isatty() else ["-"])
+    urls = [name for name in names if name.lower().startswith(("http://", "https://")) and not Path(name).exists()]
+    if len(urls) > 1:
+        raise UsageError("one running server at a time", hint="save the scrapes of several into files, or use --prometheus")
+    live, shown = _running(urls[0], settings) if urls else (None, "")
+    files = [name for name in names if name not in urls]
+    own = [imported(settings.engine_from)] if settings.engine_from else []
+    dialects = [*own, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in own})]
+    engine = own[0].name if own and settings.engine == "auto" else settings.engine
+    found = inspect(read_sources(files) if files or not urls else [], engine=engine, live=live, dialects=dialects, model=settings.model)
+    if shown:
+        found.inputs.insert(0, shown)
+    return _print(found, arguments.json)
+
+
+def _running(url: str, settings: Settings) -> tuple[RawState, str]:
+    """Return what a running server says. An address that ends in a path of telemetry stands for its server."""
+    text = url.strip().rstrip("/")
+    if text.endswith("/metrics"):
+        page = metrics_page(text, settings)
+        text = page.endpoint.root if page.path in ("/metrics", "/prometheus/metrics", "/v1/metrics") else text.removesuffix("/metrics")
+    endpoint = parse_endpoint(text, settings)
+    own = [imported(settings.engine_from)] if settings.engine_from else None
+    return fetch(endpoint, timeout_s=settings.scrape_timeout_s, candidates=own), f"{endpoint.shown}: a running server"
+
+
+def _print(found: Inspection, machine: bool) -> int:
+    if machine:
+        print(json.dumps(as_json(found), indent=1, ensure_ascii=True))
+    elif found.judged:
+        print(as_text(found, shutil.get_terminal_size((120, 40)).columns))
+    if found.judged:
+        return 0
+    notes = "" if machine else "".join(f"\n  - {clean(note, 500)}" for note in found.notes)
+    raise CannotJudge(clean(found.why, 1500) + notes, hint="paste /metrics, or name the engine: --engine vllm; a start-up log helps as well")
+
+
+def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
+    at = _time(arguments.at)
+    with Prometheus(
+        arguments.prometheus,
+        arguments.selector,
+        api_key_env=arguments.prometheus_api_key_env,
+        ca=settings.ca,
+        proxy=settings.proxy,
+        timeout_s=max(settings.scrape_timeout_s, 30.0),
+    ) as server:
+        if not arguments.window:
+            return _print(of_fleet(server.snapshot(at)), arguments.json)
+        end = time.time() if at is None else at
+        length = units.parse_seconds(arguments.window)
+        targets = server.window(end - length, end, units.parse_seconds(arguments.step))
+    if arguments.json:
+        print(json.dumps(_window_json(targets), indent=1, ensure_ascii=True))
+    else:
+        print(_window_text(targets, end - length, end))
+    if not any(row.values for target in targets for row in target.rows):
+        raise CannotJudge("no target told a quantity in this window", where=server.endpoint.shown, hint="another --at, or a wider --window")
+    return 0
+
+
+def _time(text: str) -> float | None:
+    """Return Unix seconds of ``--at``; None where it is not given. Raises UsageError."""
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise UsageError("--at is no time", where=clean(text, 60), hint="Unix seconds, or 2026-11-29T08:30:00Z") from None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(value) or not 0 < value < 1e11:
+        raise UsageError("--at is no time", where=clean(text, 60), hint="Unix seconds, or 2026-11-29T08:30:00Z")
+    return value
+
+
+def _summary(target: Target) -> dict[str, float]:
+    """Return the peak or low of each gauge in a window, and by how much counters rose (a restart begins at zero again)."""
+    found: dict[str, float] = {}
+    for name, pick in _WINDOW:
+        told = [row.values[name] for row in target.rows if name in row.values]
+        if told:
+            found[f"{name}.{'peak' if pick is max else 'min'}"] = pick(told)
+    for name in _COUNTED:
+        told = [row.values[name] for row in target.rows if name in row.values]
+        if told:
+            found[name] = sum(b - a if b >= a else b for a, b in pairwise(told))
+    for name in ("usable_blocks", "pool_tokens"):
+        told = [row.values[name] for row in target.rows if name in row.values]
+        if told:
+            found[name] = told[-1]
+    return found
+
+
+def _window_json(targets: Sequence[Target]) -> dict[str, object]:
+    import msgspec
+
+    return {
+        "targets": [
+            {
+                "name": target.name,
+                "labels": dict(target.labels),
+                "engine": target.dialect.name if target.dialect is not None else "unknown",
+                "error": target.error,
+                "summary": _summary(target),
+                "gaps": sum(bool(row.error) for row in target.rows),
+                "rows": msgspec.to_builtins(target.rows),
+            }
+            for target in targets
+        ]
+    }
+
+
+def _window_text(targets: Sequence[Target], start: float, end: float) -> str:
+    from tabulate import tabulate
+
+    heads = ("target", "engine", "usage peak", "free min", "of pool", "running peak", "waiting peak", "preempted", "refused", "points", "gaps")
+    rows = []
+    for target in targets:
+        told = _summary(target)
+        free = next(((told[f"{name}.min"], name.removeprefix("free_")) for name in ("free_blocks", "free_tokens") if f"{name}.min" in told), None)
+        pool = told.get("usable_blocks", told.get("pool_tokens"))
+        rows.append(
+            (
+                target.name,
+                target.dialect.title if target.dialect is not None else "unknown",
+                units.show(told["usage.peak"], "ratio") if "usage.peak" in told else "-",
+                f"{free[0]:,.0f} {free[1]}" if free else "-",
+                f"{pool:,.0f}" if pool is not None else "-",
+                *(f"{told[name]:,.0f}" if name in told else "-" for name in ("running.peak", "waiting.peak", *_COUNTED)),
+                len(target.rows),
+                sum(bool(row.error) for row in target.rows),
+            )
+        )
+    between = " to ".join(datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for moment in (start, end))
+    notes = [f"- {target.name}: {clean(target.error, 300)}" for target in targets if target.error]
+    return "\n".join(
+        [
+            between,
+            "",
+            tabulate(rows, headers=heads, disable_numparse=True),
+            "",
+            *notes,
+            "- a peak between two scrapes of Prometheus is not seen: usage peaks are lower bounds, preemptions and refusals are counted",
+        ]
+    )

@@ -1,0 +1,383 @@
+"""A Prometheus server that scrapes a fleet already, as the source: the same quantities, now and for windows that are past.
+
+Source: Prometheus HTTP API v1, ``/api/v1/label/__name__/values``, ``/api/v1/query`` and ``/api/v1/query_range`` (at most 11,000 points a
+series; a value is repeated for up to five minutes after its scrape, or until the target is marked stale). The series go through the
+dialects' own readers, target by target: nothing is computed by PromQL.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Sample, Samples, clean, detect, read, read_values
+from pytest_kvcache.errors import CannotJudge, EndpointRefused, UnknownEngine, UsageError
+from pytest_kvcache.observe.joining import telling_servers_apart
+from pytest_kvcache.observe.sampled import SAMPLED
+from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.records import SnapshotRecord, TelemetryRow
+from pytest_kvcache.server.address import Endpoint, parse_endpoint
+from pytest_kvcache.server.transport import Answer, ask, error_text
+from pytest_kvcache.settings import Settings
+
+MOST_POINTS = 11_000
+MOST_LOOKS = 100_000
+MOST_TARGETS = 1_000
+_BYTES = 32 << 20
+# What tells one scraped target from another. What is left of a series' labels is the engine's own.
+_TARGET = ("cluster", "namespace", "job", "instance", "pod", "node")
+_SELECTOR = re.compile(r'\s*+\{?(\s*+(?:[a-zA-Z_][a-zA-Z0-9_]*+\s*+(?:=~|!~|!=|=)\s*+"(?:[^"\\\n]++|\\.)*+"\s*+(?:,\s*+|(?=\}|\Z)))*+)\}?\s*+\Z')
+
+Key = tuple[tuple[str, str], ...]
+_Series = tuple[dict[str, str], list[tuple[float, float]]]
+_Marked = tuple[dict[str, str], list[tuple[int, float]]]  # times in milliseconds
+
+
+@dataclass(frozen=True)
+class Target:
+    """One scraped server in a window of time. ``dialect`` is None, and ``error`` says why, where none reads its series.
+
+    ``rows`` are in order of time, one a step; ``values`` of a row are the numeric quantities, and ``error`` says that nothing was there.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    dialect: Dialect | None
+    rows: list[TelemetryRow] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All targets at one moment: ``whole`` combines them by the rule of each quantity (pools add, usage is weighted by blocks).
+
+    ``skipped`` are targets that the selector matches and no dialect reads.
+    """
+
+    whole: SnapshotRecord
+    targets: dict[str, SnapshotRecord]
+    title: str = ""
+    skipped: tuple[str, ...] = ()
+
+
+class Prometheus:
+    """Asks one Prometheus server; a context manager.
+
+    ``url`` is its address with its path prefix, without /api. No key is sent but the one in the environment variable
+    ``api_key_env``; user-info of the address becomes Basic authorization of that address. Raises UsageError for an address or a
+    selector (``job="vllm",namespace="prod"``) that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        selector: str = "",
+        *,
+        api_key_env: str = "",
+        ca: str = "",
+        proxy: str = "",
+        timeout_s: float = 30.0,
+        dialects: Iterable[Dialect] | None = None,
+    ) -> None:
+        settings = Settings(metrics_api_key_env=api_key_env, ca=ca, proxy=proxy)
+        self.endpoint: Endpoint = parse_endpoint(re.sub(r"/(?:api/v1|graph|query)/?\Z", "", url.strip()), settings)
+        self.selector = _matchers(selector)
+        self.timeout_s = timeout_s
+        self.dialects = list(DIALECTS.values() if dialects is None else dialects)
+        self._wanted = frozenset[str]().union(*(dialect.wanted for dialect in self.dialects))
+        self._names_held: list[str] = []
+        self._client = self.endpoint.client(timeout_s=timeout_s, metrics=True)
+
+    def __enter__(self) -> Prometheus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def window(self, start_wall_s: float, end_wall_s: float, step_s: float) -> list[Target]:
+        """Return every target with one row a step from ``start_wall_s`` to ``end_wall_s`` (Unix seconds), both included.
+
+        Raises UsageError for a window that cannot be meant or has too many points, CannotJudge where no series is there, and
+        EndpointUnreachable or EndpointRefused where the server does not answer as a Prometheus.
+        """
+        if not all(map(math.isfinite, (start_wall_s, end_wall_s, step_s))) or step_s < 0.001 or end_wall_s < start_wall_s:
+            raise UsageError("this window cannot be meant", hint="a start before its end, and a step above zero")
+        points = int((end_wall_s - start_wall_s) / step_s) + 1
+        if points > MOST_POINTS:
+            least = (end_wall_s - start_wall_s) / (MOST_POINTS - 1)
+            raise UsageError(f"{points:,} points a series, and Prometheus gives {MOST_POINTS:,}", hint=f"a step of at least {least:.3g} s")
+        names = self._names(start_wall_s, end_wall_s)
+        form = {"query": self._query(names), "start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}", "step": f"{step_s:.3f}"}
+        series = self._result("/api/v1/query_range", form, "matrix")
+        targets = _by_target(series)
+        times = [_mark(start_wall_s) + number * _mark(step_s) for number in range(points)]
+        if len(targets) * points > MOST_LOOKS:
+            raise UsageError(
+                f"{len(targets)} targets x {points:,} points are more than {MOST_LOOKS:,}",
+                hint="a longer step, a shorter window or a narrower selector",
+            )
+        read_ones = [target for key, found in sorted(targets.items()) if (target := self._target(key, found, times)) is not None]
+        if not read_ones:
+            raise CannotJudge(
+                f"{len(targets)} targets match, and no dialect reads any of them",
+                where=self.endpoint.shown,
+                hint="a selector that matches the engines",
+            )
+        return read_ones
+
+    def snapshot(self, at_wall_s: float | None = None) -> Fleet:
+        """Return all targets as they were at ``at_wall_s`` (Unix seconds; default: now). Raises what ``window`` raises, and UnknownEngine."""
+        wall_s = time.time() if at_wall_s is None else at_wall_s
+        names = self._names(wall_s - 300, wall_s)
+        series = self._result("/api/v1/query", {"query": self._query(names), "time": f"{wall_s:.3f}"}, "vector")
+        if not series:
+            raise CannotJudge(
+                f"no series was there at that time ({_utc(wall_s)})", where=self.endpoint.shown, hint="another --at, or a wider selector"
+            )
+        targets: dict[str, SnapshotRecord] = {}
+        states: list[tuple[Dialect, Samples]] = []
+        skipped: list[str] = []
+        for key, found in sorted(_by_target(series).items()):
+            samples = _samples((labels, value[0][1]) for labels, value in found)
+            raw = self._state(samples)
+            try:
+                dialect = detect(raw, self.dialects)
+            except UnknownEngine as error:
+                if "several engines" in error.what:
+                    raise UnknownEngine(f"{_name(key)}: {error.what}", where=self.endpoint.shown, hint=error.hint) from None
+                skipped.append(_name(key))
+                continue
+            targets[_name(key)] = read(dialect, raw, wall_s, _name(key))
+            states.append((dialect, samples))
+        if not states:
+            raise CannotJudge(
+                f"{len(skipped)} targets match, and no dialect reads any of them",
+                where=self.endpoint.shown,
+                hint="a selector that matches the engines",
+            )
+        first = states[0][0]
+        if any(dialect.name != first.name for dialect, _ in states):
+            engines = sorted({dialect.title for dialect, _ in states})
+            raise UnknownEngine(
+                f"cannot judge: the selector matches several engines: {', '.join(engines)}", where=self.endpoint.shown, hint="a narrower selector"
+            )
+        joined: dict[str, list[Sample]] = {}
+        for _, samples in states:
+            for name, rows in samples.rows.items():
+                joined.setdefault(name, []).extend(rows)
+        several = telling_servers_apart(first, *_TARGET) if len(states) > 1 else first
+        whole = read(several, self._state(Samples(joined, frozenset(joined))), wall_s, self.endpoint.shown)
+        return Fleet(whole, targets, first.title, tuple(skipped))
+
+    def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, dict[Key, float]]:
+        """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and when each was scraped.
+
+        Unlike ``snapshot`` it sees when a value was scraped, and takes none that is older. Raises what ``window`` raises.
+        """
+        if not self._names_held:
+            self._names_held = self._names(wall_s - 3600, wall_s)
+        query = f"{self._query(self._names_held)}[{round(reach_s * 1000)}ms]"
+        series = self._result("/api/v1/query", {"query": query, "time": f"{wall_s:.3f}"}, "matrix")
+        if not series:
+            raise CannotJudge(f"Prometheus has scraped none of the targets for {reach_s:g} s", where=self.endpoint.shown)
+        newest: dict[Key, float] = {}
+        for labels, points in series:
+            key = _key(labels)
+            newest[key] = max(newest.get(key, 0.0), points[-1][0])
+        return _samples((labels, points[-1][1]) for labels, points in series), newest
+
+    def _state(self, samples: Samples) -> RawState:
+        state = RawState(metrics=samples)
+        paths = {path.path for dialect in self.dialects for path in dialect.json_paths}
+        state.json = {path: Missing(f"{path} is not in Prometheus") for path in paths}
+        return state
+
+    def _target(self, key: Key, found: list[_Marked], times: list[int]) -> Target | None:
+        """Return one target; None where it is no engine at all (an exporter of something else)."""
+        name, labels = _name(key), dict(key)
+        try:
+            dialect = detect(self._state(_samples((own, math.nan) for own, _ in found)), self.dialects)
+        except UnknownEngine as error:
+            return Target(name, labels, None, error=error.what) if "several engines" in error.what else None
+        at = [(own, dict(values)) for own, values in found]
+        rows = []
+        for mark in times:
+            wall_s = mark / 1000
+            samples = _samples((own, values[mark]) for own, values in at if mark in values)
+            if not samples.rows:
+                rows.append(TelemetryRow(wall_s=wall_s, error="Prometheus holds no sample of this target at this time"))
+                continue
+            values = read_values(dialect, self._state(samples), wall_s, only=SAMPLED)
+            numbers = _numbers(values.whole)
+            ranks = {rank: _numbers(told) for rank, told in values.ranks.items()}
+            rows.append(TelemetryRow(wall_s=wall_s, values=numbers, ranks=ranks, error="" if numbers else "no quantity could be read at this time"))
+        return Target(name, labels, dialect, rows)
+
+    def _query(self, names: list[str]) -> str:
+        pattern = "|".join(re.escape(name) for name in names).replace("\\", "\\\\")
+        return f'{{__name__=~"{pattern}"{"," + self.selector if self.selector else ""}}}'
+
+    def _names(self, start_wall_s: float, end_wall_s: float) -> list[str]:
+        """Return the names of series that a dialect reads and the server holds. Raises CannotJudge, with the reason, where there are none."""
+        form = {"start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}"}
+        if self.selector:
+            form["match[]"] = f"{{{self.selector}}}"
+        held = self._data("/api/v1/label/__name__/values", form, "GET")
+        if not isinstance(held, list):
+            raise self._no_prometheus("its list of names has another form")
+        names = [name for name in held if isinstance(name, str)]
+        known = sorted(self._wanted.intersection(names))
+        if known:
+            return known
+        where = self.endpoint.shown
+        if not names:
+            hint = "look at the labels of a target under /targets of the server" if self.selector else "does it scrape anything yet?"
+            when = f"between {_utc(start_wall_s)} and {_utc(end_wall_s)}"
+            raise CannotJudge(
+                f"no series matches {{{self.selector}}} {when}" if self.selector else f"it holds no series {when}", where=where, hint=hint
+            )
+        shown = ", ".join(clean(name, 60) for name in names[:8])
+        raise CannotJudge(
+            f"{len(names)} series match, and no dialect reads any of them: {shown}",
+            where=where,
+            hint="a selector that matches the engines' own targets",
+        )
+
+    def _result(self, path: str, form: dict[str, str], kind: str) -> list[_Series]:
+        data = self._data(path, form, "POST")
+        if not isinstance(data, dict) or data.get("resultType") != kind or not isinstance(data.get("result"), list):
+            raise self._no_prometheus(f"its result is no {kind}")
+        series = []
+        for row in data["result"]:
+            labels, values = (row.get("metric"), row.get("values", [row.get("value")])) if isinstance(row, dict) else (None, None)
+            if not isinstance(labels, dict) or not isinstance(values, list):
+                raise self._no_prometheus("a series of its result has another form")
+            points = [point for value in values if (point := _point(value)) is not None]
+            if points:
+                series.append(({str(name): str(text) for name, text in labels.items()}, points))
+        return series
+
+    def _data(self, path: str, form: dict[str, str], method: str) -> Any:
+        if method == "GET":
+            import httpx
+
+            answer = ask(self.endpoint, self._client, "GET", f"{path}?{httpx.QueryParams(form)}", timeout_s=self.timeout_s, limit_bytes=_BYTES)
+        else:
+            answer = ask(self.endpoint, self._client, "POST", path, form=form, timeout_s=self.timeout_s, limit_bytes=_BYTES)
+        body = answer.value
+        if answer.status == 200 and not answer.cut and isinstance(body, dict) and body.get("status") == "success":
+            return body.get("data")
+        raise self._refused(path, answer)
+
+    def _no_prometheus(self, reason: str) -> EndpointRefused:
+        return EndpointRefused(f"it does not answer as a Prometheus does: {reason}", where=self.endpoint.shown, hint="the address without /api/v1")
+
+    def _refused(self, path: str, answer: Answer) -> EndpointRefused:
+        where = self.endpoint.shown + path
+        said = clean(error_text(answer), 300)
+        saying = f": {said}" if said else ""
+        status = answer.status
+        if status in (401, 403):
+            hint = "name the environment variable that holds its key: --kv-prometheus-api-key-env"
+            return EndpointRefused(f"the Prometheus server wants a key (HTTP {status}){saying}", where=where, hint=hint)
+        if status == 404:
+            return EndpointRefused("there is no Prometheus API (HTTP 404)", where=where, hint="the address with its path prefix and without /api/v1")
+        if status in (400, 422):
+            return EndpointRefused(f"the Prometheus server does not take the query (HTTP {status}){saying}", where=where, hint="check the selector")
+        if status == 503:
+            return EndpointRefused(f"the query took too long or the server is starting (HTTP 503){saying}", where=where, hint="a shorter window")
+        if 300 <= status < 400:
+            return EndpointRefused(f"it redirects (HTTP {status}), and redirects are not followed", where=where, hint="name the address it leads to")
+        if answer.cut:
+            return EndpointRefused("the answer is longer than 32 MiB", where=where, hint="a longer step, a shorter window or a narrower selector")
+        if answer.is_html:
+            return EndpointRefused(f"it answers with a web page{saying}", where=where, hint="a login page or a gateway stands in the way")
+        if status != 200:
+            return EndpointRefused(f"the Prometheus server answers HTTP {status}{saying}", where=where, hint="look at its log")
+        return self._no_prometheus(said or "an answer of another form")
+
+
+def _numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    return {name: value.number() for name, value in values.items() if isinstance(value, Reading) and not isinstance(value.value, str)}
+
+
+def window(url: str, selector: str, start_wall_s: float, end_wall_s: float, step_s: float, **how: Any) -> list[Target]:
+    """Return the targets of a window, like ``Prometheus.window``; ``how`` are the keywords of ``Prometheus``."""
+    with Prometheus(url, selector, **how) as server:
+        return server.window(start_wall_s, end_wall_s, step_s)
+
+
+def snapshot(url: str, selector: str = "", at_wall_s: float | None = None, **how: Any) -> Fleet:
+    """Return a fleet at one moment, like ``Prometheus.snapshot``; ``how`` are the keywords of ``Prometheus``."""
+    with Prometheus(url, selector, **how) as server:
+        return server.snapshot(at_wall_s)
+
+
+def _matchers(selector: str) -> str:
+    """Return the matchers of a selector without its braces. Raises UsageError: what is no list of matchers never reaches the server."""
+    match = _SELECTOR.fullmatch(selector) if len(selector) <= 2000 else None
+    opened, closed = selector.strip()[:1] == "{", selector.strip()[-1:] == "}"
+    if match is None or opened != closed:
+        raise UsageError("this is no label selector", where=clean(selector, 200), hint='label matchers, as in job="vllm",namespace=~"prod.*"')
+    inner = match.group(1).strip().rstrip(",").strip()
+    if re.match(r"(?:.*,)?\s*__name__\s*[=!]", inner):
+        raise UsageError("the selector cannot name the series: the dialects choose them", where=clean(selector, 200), hint="leave __name__ out")
+    return inner
+
+
+def _point(value: object) -> tuple[float, float] | None:
+    if isinstance(value, list) and len(value) == 2:
+        try:
+            return float(value[0]), float(value[1])
+        except (TypeError, ValueError):
+            return None
+    return None
+
+
+def _mark(wall_s: float) -> int:
+    """Return a time in milliseconds, which is how fine Prometheus counts."""
+    return round(wall_s * 1000)
+
+
+def _by_target(series: list[_Series]) -> dict[Key, list[_Marked]]:
+    found: dict[Key, list[_Marked]] = {}
+    for labels, points in series:
+        key = _key(labels)
+        if key not in found and len(found) >= MOST_TARGETS:
+            raise UsageError(f"the selector matches more than {MOST_TARGETS:,} targets", hint="a narrower selector")
+        found.setdefault(key, []).append((labels, [(_mark(at), value) for at, value in points]))
+    return found
+
+
+def _key(labels: Mapping[str, str]) -> Key:
+    return tuple((name, labels[name]) for name in _TARGET if labels.get(name))
+
+
+def _samples(series: Iterable[tuple[dict[str, str], float]]) -> Samples:
+    rows: dict[str, list[Sample]] = {}
+    for labels, value in series:
+        rows.setdefault(labels.get("__name__", ""), []).append(Sample({name: text for name, text in labels.items() if name != "__name__"}, value))
+    return Samples(rows, frozenset(rows))
+
+
+def _name(key: Key) -> str:
+    """Return the name of a target: its instance, with its job and namespace where they are told."""
+    labels = dict(key)
+    words = [labels[name] for name in ("cluster", "namespace", "job", "pod") if name in labels]
+    words.append(labels.get("instance", labels.get("node", "")))
+    return clean("/".join(word for word in words if word) or "(no target labels)", 200)
+
+
+def _utc(wall_s: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_s))
+    except (ValueError, OverflowError, OSError):
+        return f"{wall_s:g}"

@@ -1,0 +1,187 @@
+"""A fleet out of a real Prometheus server: the same numbers as the servers' own /metrics, now and for a window that is past."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_server import PrometheusServer
+from scripted_server import ScriptedServer
+
+from pytest_kvcache.cli import main
+from pytest_kvcache.engines import DIALECTS
+from pytest_kvcache.errors import CannotJudge, EndpointRefused, UsageError
+from pytest_kvcache.observe.prometheus import snapshot, window
+from pytest_kvcache.observe.sampler import Sampler
+from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
+from pytest_kvcache.quantities import Missing
+from pytest_kvcache.server.address import parse_endpoint
+from pytest_kvcache.settings import resolve
+
+pytestmark = pytest.mark.live
+
+
+def vllm_text(usage: float, running: int, blocks: int, preemptions: int = 0) -> str:
+    labels = '{engine="0",model_name="m"}'
+    info = f'block_size="16",cache_dtype="auto",enable_prefix_caching="True",engine="0",num_gpu_blocks="{blocks}",num_gpu_blocks_override="None"'
+    return (
+        f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{info}}} 1.0\n"
+        f"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{labels} {usage}\n"
+        f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}\n"
+        f"# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{labels} 1\n"
+        f"# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{labels} {preemptions}\n"
+    )
+
+
+@dataclass
+class Fleet:
+    prometheus: PrometheusServer
+    servers: list[ScriptedServer]
+    loaded_from: float = 0.0
+    idle_from: float = 0.0
+
+    @property
+    def url(self) -> str:
+        return self.prometheus.url
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two replicas of unequal pools and a server of something else; both were loaded for a while and are idle now."""
+    with (
+        ScriptedServer(model="m", metrics=vllm_text(0.0, 0, 1001), owned_by="vllm") as one,
+        ScriptedServer(model="m", metrics=vllm_text(0.0, 0, 3001), owned_by="vllm") as two,
+        ScriptedServer(metrics="jvm_threads 3\nprocess_start_time_seconds 1764428917\n") as other,
+    ):
+        addresses = [f"127.0.0.1:{server.port}" for server in (one, two)]
+        with PrometheusServer(tmp_path_factory.mktemp("prometheus"), {"vllm": addresses, "java": [f"127.0.0.1:{other.port}"]}) as server:
+            found = Fleet(server, [one, two])
+            one.script.metrics, two.script.metrics = vllm_text(0.9, 9, 1001, 4), vllm_text(0.1, 3, 3001)
+            server.wait('count(vllm:num_requests_running{job="vllm"} > 0) == 2')
+            found.loaded_from = time.time()
+            time.sleep(2.5)
+            one.script.metrics, two.script.metrics = vllm_text(0.0, 0, 1001, 4), vllm_text(0.0, 0, 3001)
+            server.wait('count(vllm:num_requests_running{job="vllm"} == 0) == 2')
+            found.idle_from = time.time()
+            yield found
+
+
+def test_a_fleet_now_is_what_its_servers_say(fleet: Fleet) -> None:
+    found = snapshot(fleet.url, 'job="vllm"')
+    assert found.whole.engine == "vllm"
+    assert len(found.targets) == 2
+    assert {name.rpartition(":")[2] for name in found.targets} == {str(server.port) for server in fleet.servers}
+    assert found.whole.quantities["usable_blocks"].value == 4000
+    assert found.whole.quantities["running"].value == 0
+    for server in fleet.servers:
+        own = take_snapshot(parse_endpoint(server.url, resolve({}, {}, {})), DIALECTS["vllm"])
+        there = found.targets[next(name for name in found.targets if name.endswith(str(server.port)))]
+        for name in ("pool_blocks", "usable_blocks", "block_size", "usage", "used_blocks", "free_blocks", "running", "waiting", "preemptions"):
+            assert there.quantities[name].value == own.quantities[name].value, name
+
+
+def test_a_moment_that_is_past_is_read_as_it_was(fleet: Fleet) -> None:
+    found = snapshot(fleet.url, '{job="vllm"}', at_wall_s=fleet.loaded_from + 1.5)
+    assert found.whole.quantities["running"].value == 12
+    # 900 of 1,000 and 300 of 3,000 blocks: the mean is weighted by the pools, and no plain 0.5.
+    assert found.whole.quantities["usage"].value == pytest.approx(1200 / 4000)
+    assert found.whole.quantities["used_blocks"].value == 1200
+
+
+def test_a_window_gives_the_rows_of_each_target(fleet: Fleet) -> None:
+    start = fleet.loaded_from - 1
+    targets = window(fleet.url, 'job="vllm"', start, fleet.idle_from, 0.5)
+    assert len(targets) == 2
+    for target in targets:
+        assert target.dialect is not None
+        assert target.dialect.name == "vllm"
+        assert [row.wall_s for row in target.rows] == sorted(row.wall_s for row in target.rows)
+        assert target.rows[0].wall_s == pytest.approx(start, abs=0.001)
+        assert len(target.rows) == int((fleet.idle_from - start) / 0.5) + 1
+    peaks = {target.labels["instance"].rpartition(":")[2]: max(row.values.get("usage", 0.0) for row in target.rows) for target in targets}
+    assert peaks == {str(fleet.servers[0].port): 0.9, str(fleet.servers[1].port): 0.1}
+    free = min(row.values["free_blocks"] for target in targets for row in target.rows if "free_blocks" in row.values)
+    assert free == 100
+
+
+def test_a_window_before_the_first_scrape_says_that_nothing_is_there(fleet: Fleet) -> None:
+    with pytest.raises(CannotJudge, match="no series matches"):
+        window(fleet.url, 'job="vllm"', fleet.loaded_from - 90_000, fleet.loaded_from - 86_400, 60)
+
+
+def test_rows_before_the_first_scrape_are_gaps_and_not_zeros(fleet: Fleet) -> None:
+    targets = window(fleet.url, 'job="vllm"', fleet.loaded_from - 600, fleet.idle_from, 60)
+    for target in targets:
+        assert target.rows[0].error
+        assert target.rows[0].values == {}
+
+
+def test_what_a_selector_misses_is_said(fleet: Fleet) -> None:
+    with pytest.raises(CannotJudge, match="no series matches"):
+        snapshot(fleet.url, 'job="nobody"')
+    with pytest.raises(CannotJudge, match="no dialect reads any of them"):
+        snapshot(fleet.url, 'job="java"')
+    assert len(snapshot(fleet.url).targets) == 2, "servers of something else are passed over"
+    with pytest.raises(EndpointRefused, match="does not take the query"):
+        snapshot(fleet.url, 'job=~"("')
+    with pytest.raises(EndpointRefused, match="no Prometheus API"):
+        snapshot(fleet.url + "/deeper", "")
+
+
+def test_a_window_of_too_many_points_is_refused_before_it_is_asked_for(fleet: Fleet) -> None:
+    with pytest.raises(UsageError, match="11,000"):
+        window(fleet.url, 'job="vllm"', 0, 1e6, 1)
+
+
+def test_inspect_shows_the_fleet_and_a_window(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--prometheus", fleet.url, "--selector", 'job="vllm"', "--json", "--at", str(fleet.loaded_from + 1.5)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["engine"] == "vllm"
+    assert told["quantities"]["used_blocks"]["value"] == 1200
+    assert len(told["per_rank"]) == 2
+    length = f"{int(fleet.idle_from - fleet.loaded_from) + 2}s"
+    assert (
+        main(["inspect", "--prometheus", fleet.url, "--selector", 'job="vllm"', "--at", str(fleet.idle_from), "--window", length, "--step", "0.5s"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "90.0 %" in shown
+    assert "100 blocks" in shown, "a peak is never shown without what was free"
+
+
+def test_an_endpoint_whose_telemetry_is_in_prometheus(fleet: Fleet, tmp_path: Path) -> None:
+    server = fleet.servers[0]
+    settings = resolve({"endpoint": [server.url], "prometheus": fleet.url, "prometheus_selector": 'job="vllm"'}, {}, {})
+    endpoint = parse_endpoint(server.url, settings)
+    dialect = detect_endpoint(endpoint)
+    found = take_snapshot(endpoint, dialect)
+    assert found.quantities["usable_blocks"].value == 4000
+    assert len(found.per_rank) == 2
+    assert "GET /metrics" not in [path for path in server.paths()[-3:] if "query" in path]
+    with Sampler([endpoint], tmp_path, 5, dialects=[dialect], gpus=False) as sampler:
+        time.sleep(3.2)
+        stats = sampler.stop()
+    # One scrape a second of each server: five looks a second find most of the time nothing newer, and say so.
+    assert 2 <= stats.samples <= 5, stats
+    assert stats.errors >= 8, stats
+    assert any("no newer scrape" in reason for reason in stats.reasons)
+
+
+def test_a_key_goes_to_prometheus_only_where_it_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_API", "secret-of-the-api")
+    monkeypatch.setenv("KV_PROM", "secret-of-prometheus")
+    names = {"status": "success", "data": ["vllm:num_requests_running"]}
+    row = {"metric": {"__name__": "vllm:num_requests_running", "instance": "a:1"}, "value": [1, "3"]}
+    data = {"status": "success", "data": {"resultType": "vector", "result": [row]}}
+    pages = {"/api/v1/label/__name__/values": names, "/api/v1/query": data}
+    with ScriptedServer(pages=pages) as fake:
+        snapshot(fake.url, "")
+        assert all("authorization" not in {name.lower() for name in seen.headers} for seen in fake.seen)
+        found = snapshot(fake.url, "", api_key_env="KV_PROM")
+        assert fake.seen[-1].headers["Authorization"] == "Bearer secret-of-prometheus"
+    assert found.whole.quantities["running"].value == 3
+    assert not isinstance(found.whole.value("running"), Missing)
