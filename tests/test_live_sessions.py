@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,9 +52,13 @@ def _lives(pid: int) -> bool:
 
 
 def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path: Path) -> None:
-    result = _run(tmp_path, short=False)
+    for _ in range(3):  # unsound evidence (a crowded machine) is measured again, as the report asks
+        shutil.rmtree(tmp_path / "reports", ignore_errors=True)
+        result = _run(tmp_path, short=False)
+        verdict = _verdict(tmp_path)
+        if verdict["verdict"] != "INVALID":
+            break
     assert result.returncode == 0, result.stdout
-    verdict = _verdict(tmp_path)
     assert verdict["verdict"] == "PASS"
     assert verdict["embedded"] is True
     session = _session(tmp_path)

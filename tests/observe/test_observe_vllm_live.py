@@ -52,6 +52,7 @@ def load(endpoint: Endpoint, users: int, prompt: int, answer: int) -> None:
 
 
 def sampled(endpoint: Endpoint, folder: Path, users: int, prompt: int, answer: int) -> list[TelemetryRow]:
+    folder.mkdir(exist_ok=True)
     with Sampler([endpoint], folder, 20.0, dialects=[detect_endpoint(endpoint)], gpus=False) as sampler:
         load(endpoint, users, prompt, answer)
         time.sleep(1.5)
@@ -82,18 +83,21 @@ def test_one_request_holds_the_blocks_that_its_tokens_need(endpoint: Endpoint, t
 
 
 def test_used_blocks_are_those_of_the_engines_own_log(endpoint: Endpoint, tmp_path: Path) -> None:
-    rows = sampled(endpoint, tmp_path, 4, 1000, 3000)
     assert endpoint.log is not None
-    # While all four run, what they hold only grows: a figure of the log lies between what we saw before and after it.
-    together = [row for row in rows if row.values["running"] == 4]
     compared = 0
-    for stamp, running, percent in _LOG_LINE.findall(endpoint.log.read_text()):
-        at = datetime.strptime(f"{datetime.now().year}-{stamp}", "%Y-%m-%d %H:%M:%S").timestamp()
-        before = [row.values["usage"] * 100 for row in together if row.wall_s + row.read_s <= at]
-        after = [row.values["usage"] * 100 for row in together if row.wall_s >= at + 1.0]
-        if running == "4" and before and after:
-            compared += 1
-            assert max(before) - 0.06 <= float(percent) <= min(after) + 0.06, (
-                f"{stamp}: the log says {percent} %, we saw {max(before)} and {min(after)}"
-            )
-    assert compared, "no line of the log lies between two of our looks"
+    for attempt in range(3):  # a crowded machine may keep our sampler from looking while the engine goes on
+        rows = sampled(endpoint, tmp_path / str(attempt), 4, 1000, 3000)
+        # While all four run, what they hold only grows: a figure of the log lies between what we saw before and after it.
+        together = [row for row in rows if row.values["running"] == 4]
+        for stamp, running, percent in _LOG_LINE.findall(endpoint.log.read_text()):
+            at = datetime.strptime(f"{datetime.now().year}-{stamp}", "%Y-%m-%d %H:%M:%S").timestamp()
+            before = [row.values["usage"] * 100 for row in together if row.wall_s + row.read_s <= at]
+            after = [row.values["usage"] * 100 for row in together if row.wall_s >= at + 1.0]
+            if running == "4" and before and after:
+                compared += 1
+                assert max(before) - 0.06 <= float(percent) <= min(after) + 0.06, (
+                    f"{stamp}: the log says {percent} %, we saw {max(before)} and {min(after)}"
+                )
+        if compared:
+            return
+    pytest.fail("no line of the log lies between two of our looks")
