@@ -99,7 +99,7 @@ class CannotWrite(Broken):
 
 
 class GateFailed(AssertionError):
-    """A gate did not pass. ``gate`` is the judged gate (``judge.gates.GateResult``), where one exists."""
+    """A gate did not pass. ``gate`` is the judged gate (``records.GateRecord``), where one exists."""
 
     def __init__(self, message: str, gate: Any = None) -> None:
         self.gate = gate

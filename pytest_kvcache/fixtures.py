@@ -91,28 +91,29 @@ class State:
     def recording(self, item: pytest.Item) -> Iterator[list[GateRecord]]:
         """Record every gate judged inside the block: for the session's verdict, and on the test's report."""
         from pytest_kvcache import assertions
-        from pytest_kvcache.report.junit import properties
 
-        judged: list[GateRecord] = []
+        judged = self.gates_of.setdefault(item.nodeid, [])
         session = self.session
         if session is None:
             yield judged
             return
-
-        def record(gate: GateRecord) -> None:
-            import msgspec
-
-            gate = msgspec.structs.replace(gate, test=item.nodeid)
-            judged.append(gate)
-            session.record(gate)
-            item.user_properties.extend(properties(gate, embedded=session.embedded))
-            if not self.controller:
-                item.user_properties.append((GATE_PROPERTY, msgspec.json.encode(gate).decode()))
-
-        self.gates_of[item.nodeid] = judged
+        record = functools.partial(self._record, session, item)
         passes = self.config.stash[SETTINGS].on_inconclusive == "pass"
         with assertions.recording(assertions.Recorder(record, session.analysis, inconclusive_passes=passes)):
             yield judged
+
+    def _record(self, session: Session, item: pytest.Item, gate: GateRecord) -> None:
+        """Keep one judged gate: for its test, for the session's verdict, and on the test's reports."""
+        import msgspec
+
+        from pytest_kvcache.report.junit import properties
+
+        gate = msgspec.structs.replace(gate, test=item.nodeid)
+        self.gates_of.setdefault(item.nodeid, []).append(gate)
+        session.record(gate)
+        item.user_properties.extend(properties(gate, embedded=session.embedded))
+        if not self.controller:
+            item.user_properties.append((GATE_PROPERTY, msgspec.json.encode(gate).decode()))
 
     def outcome(self, item: pytest.Item, report: pytest.TestReport, error: BaseException | None) -> None:
         """Let a capacity test that failed without a failed gate count in the verdict: a gate that could not be measured never passes."""
@@ -133,11 +134,13 @@ class State:
             quantity="",
             verdict="FAIL" if isinstance(error, AssertionError) else "INVALID",
             text=text,
-            test=report.nodeid,
         )
-        with self.recording(item) as judged:
-            judged.append(gate)
-            session.record(gate)
+        self._record(session, item, gate)
+
+    def saw(self, report: pytest.TestReport) -> None:
+        """Remember that a test ran, or came to its end before it could."""
+        if report.when == "call" or not report.passed:
+            self.ran.add(report.nodeid)
 
     def shared_folder(self) -> str:
         """Return the folder that all xdist workers of this session write their Runs to; empty where nothing will be measured."""
@@ -161,8 +164,7 @@ class State:
 
     def collect(self, report: pytest.TestReport) -> None:
         """Keep the gates that a worker's report carries."""
-        if report.when == "call" or not report.passed:
-            self.ran.add(report.nodeid)
+        self.saw(report)
         if report.when != "teardown":
             return
         import msgspec

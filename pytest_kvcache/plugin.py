@@ -151,8 +151,7 @@ def _term_as_interrupt() -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if item.get_closest_marker("capacity"):
-        if report.when == "call" or not report.passed:
-            state_of(item.config).ran.add(item.nodeid)
+        state_of(item.config).saw(report)
         state_of(item.config).outcome(item, report, call.excinfo.value if call.excinfo is not None else None)
     return report
 

@@ -81,6 +81,8 @@ class Session:
         self._servers: dict[int, LaunchedServer] = {}
         self.failure: KvError | None = None
         self._items: list[Item] = []
+        self._baseline: list[Run] = []
+        self._checked = False
         self._before: list[Run] | None = None
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._analyses: dict[Path, Analysis] = {}
@@ -142,7 +144,7 @@ class Session:
         self.check()
         self.folder  # noqa: B018  an unwritable folder is found before a server is started
         if settings.baseline:
-            self.adopt(load_baseline(settings.baseline, Path(settings.reports)), "before")
+            self.adopt(self._baseline, "before")
         if settings.before:
             if not self.plan:  # the comparison alone was asked for
                 self.plan, self.plan_quality = [Planned("normal"), Planned("longctx")], True
@@ -158,6 +160,8 @@ class Session:
     def check(self) -> None:
         """Raise UsageError for whatever cannot be meant and can be known before a server is asked or started, CannotJudge for the baseline."""
         settings = self.settings
+        if self._checked:
+            return
         for planned in self.plan:
             profile_path(planned.profile)
         for url in settings.endpoint:
@@ -173,7 +177,8 @@ class Session:
         if settings.quality_items:
             self._items = read_items(Path(settings.quality_items))
         if settings.baseline:
-            load_baseline(settings.baseline, Path(settings.reports))
+            self._baseline = load_baseline(settings.baseline, Path(settings.reports))
+        self._checked = True
 
     def _attach(self, urls: Sequence[str], side: str) -> Target:
         endpoints = []

@@ -77,6 +77,18 @@ def test_a_file_keeps_to_one_subject(path: Path) -> None:
     assert path.stem not in {"utils", "helpers", "common", "base"}
 
 
+def test_what_imports_gevent_is_reached_through_users_alone() -> None:
+    load = [path for path in MODULES if path.parent.name == "load"]
+    patched = {path.stem for path in load if any(name.split(".")[0] in {"locust", "gevent", "geventhttpclient"} for name, _ in _imports(path))}
+    assert "users" in patched
+    for path in MODULES:
+        for name, typing_only in _imports(path):
+            parts = name.split(".")
+            if parts[:2] == ["pytest_kvcache", "load"] and len(parts) > 2 and parts[2] in patched and not typing_only:
+                assert path in load, f"{path.relative_to(PACKAGE)} imports {name}"
+                assert path.stem in patched, f"{path.relative_to(PACKAGE)} imports {name}"
+
+
 def test_an_unused_plugin_costs_no_heavy_import() -> None:
     code = "import sys, pytest; before = set(sys.modules); import pytest_kvcache.plugin; print(*sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()

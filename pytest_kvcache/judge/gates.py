@@ -20,11 +20,9 @@ from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord
 
 __all__ = [
-    "FAIL", "INCONCLUSIVE", "INVALID", "NOT_APPLICABLE", "PASS", "GateResult", "balanced", "failure_text", "fits", "free_space", "near_max_served",
+    "FAIL", "INCONCLUSIVE", "INVALID", "NOT_APPLICABLE", "PASS", "balanced", "failure_text", "fits", "free_space", "near_max_served",
     "no_preemptions", "no_rejections", "over_limit_refused", "peak_usage", "quality", "returns_to_idle", "session_verdict", "threshold", "worst",
 ]  # fmt: skip
-
-GateResult = GateRecord
 
 _ORDER = (FAIL, INVALID, INCONCLUSIVE, PASS)
 _SURE = f"{CONFIDENCE * 100:.0f} %"
