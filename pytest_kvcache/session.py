@@ -301,7 +301,8 @@ class Session:
             planned,
             users=(planned.users or settings.users) * replicas,
             requests=planned.requests * replicas,
-            duration_s=planned.duration_s or settings.duration_s or owned_window_s,
+            # a counted load ends by its count, and the load itself bounds its time: a window's length would cut a slow probe short
+            duration_s=planned.duration_s or (0.0 if planned.requests else settings.duration_s or owned_window_s),
             output_tokens=planned.output_tokens or settings.output_tokens,
         )
         window = Window(
