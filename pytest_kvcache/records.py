@@ -100,6 +100,8 @@ class RequestRow(msgspec.Struct, frozen=True, omit_defaults=True, tag="request",
 
     ``outcome`` is ``ok``, ``stopped_early`` or a rejection class (load/rejections.py). ``completion_tokens`` comes from the
     server's ``usage`` and is None where the server sent none; ``chunks`` counts content events and is never a token count.
+    ``prefix_id`` names a text that several prompts begin with: this one begins with its first ``prefix_tokens`` tokens, so two
+    requests of one ``prefix_id`` share as many leading tokens as the smaller of their two figures (both counted as the server does).
     """
 
     id: int
@@ -124,6 +126,8 @@ class RequestRow(msgspec.Struct, frozen=True, omit_defaults=True, tag="request",
     error: str = ""
     retry_after_s: float | None = None
     length_source: str = ""
+    prefix_id: str = ""
+    prefix_tokens: int | None = None
     prompt: str | None = None
     answer: str | None = None
 
