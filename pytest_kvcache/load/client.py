@@ -19,7 +19,7 @@ from geventhttpclient.client import HTTPClient
 from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError
 
 from pytest_kvcache.errors import EndpointUnreachable, UsageError
-from pytest_kvcache.load.prepare import Answer
+from pytest_kvcache.load.asking import Answer
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.sse import Stream
 from pytest_kvcache.load.target import Target

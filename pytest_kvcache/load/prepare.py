@@ -6,18 +6,21 @@ the server counts them too.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.load import contract
+from pytest_kvcache.load.asking import Ask, choose_model
+from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 from pytest_kvcache.load.prompts import CALIBRATED, ESTIMATED, IDS, LEAD, TOKENIZE, WORDS, Prompt, PromptSource, Vocabulary, made_up_words
-from pytest_kvcache.load.rejections import classify, clean_text
+from pytest_kvcache.load.rejections import classify
 from pytest_kvcache.load.sse import Stream
 from pytest_kvcache.load.target import Target
 
@@ -26,29 +29,6 @@ FEWEST_PIECES = 8
 _WORD_PIECE = re.compile(r"[\u0120\u2581 ]([a-z]{2,12})\Z")
 _ANSWERED = frozenset({contract.OK, contract.STOPPED_EARLY, contract.CLAMPED})
 _BUSY = frozenset({contract.QUEUE_FULL, contract.RATE_LIMITED, contract.SERVER_ERROR, contract.TIMEOUT})
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came back: status, at most some MiB of body, headers by lower-case name."""
-
-    status: int
-    body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def json(self) -> Any:
-        """The body as JSON; None where it is none."""
-        try:
-            return msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-
-
-class Ask(Protocol):
-    """Sends one request to a path below the target's root. Raises EndpointUnreachable where nobody answers."""
-
-    def __call__(self, method: str, path: str, body: bytes | None = None) -> Answer: ...
 
 
 @dataclass
@@ -80,67 +60,22 @@ def prepare(
     max_model_len: int | None = None,
     source: str = "auto",
     nonce: str = "",
+    messages: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Prepared:
     """Return what the load needs to know of ``target``, checked by a streamed request of two tokens.
 
-    ``source`` forces one way of making prompts (SOURCES of prompts.py) instead of the best that works. Raises UsageError for
-    a model that is not served, EndpointRefused where the server says no, EndpointUnreachable where nobody answers.
+    ``source`` forces one way of making prompts (SOURCES of prompts.py) instead of the best that works; ``messages`` asks what
+    system messages and earlier turns of a chat add. Raises UsageError for a model that is not served, EndpointRefused where the
+    server says no, EndpointUnreachable where nobody answers.
     """
     model, served_len = choose_model(ask, target)
     target = msgspec.structs.replace(target, model=model)
     learner = _Learner(ask, target, max_model_len or served_len, nonce, sleep)
     vocabulary = learner.learn(source)
+    if messages and target.api == "chat":
+        vocabulary = learner.with_messages(vocabulary)
     return Prepared(target, learner.max_model_len, vocabulary, learner.ignore_eos, learner.usage, learner.expects_usage, learner.spent, learner.notes)
-
-
-def choose_model(ask: Ask, target: Target) -> tuple[str, int | None]:
-    """Return (model, longest context in tokens or None). Raises UsageError, EndpointRefused, EndpointUnreachable."""
-    answer = ask("GET", "/v1/models")
-    where = target.root + "/v1/models"
-    if answer.status in {401, 403, 407}:
-        raise _refused(answer, where, "set the key in an environment variable and name it with --kv-api-key-env")
-    listed = answer.json
-    rows = listed.get("data") if answer.status == 200 and isinstance(listed, dict) else None
-    if not isinstance(rows, list):
-        if target.model:
-            return target.model, _context_of_props(ask)
-        raise _refused(answer, where, "check the address (the part before /v1), or name the model with --kv-model")
-    models = [row for row in rows[:1000] if isinstance(row, dict) and isinstance(row.get("id"), str)]
-    whole = [row for row in models if not row.get("parent")]
-    chosen = [row for row in models if row["id"] == target.model] if target.model else whole
-    if len(chosen) != 1:
-        names = clean_text(", ".join(row["id"] for row in models) or "none")
-        what = f"the model {clean_text(target.model, 100)!r} is not served" if target.model else f"there are {len(whole)} models"
-        raise UsageError(what, where=where, hint=f"name one with --kv-model; served are: {names}")
-    row = chosen[0]
-    meta = row.get("meta")
-    limit = _count(row.get("max_model_len")) or (_count(meta.get("n_ctx")) if isinstance(meta, dict) else None)
-    if limit is None and row.get("parent"):
-        limit = next((_count(base.get("max_model_len")) for base in whole if base["id"] == row["parent"]), None)
-    if limit is None:
-        limit = _context_of_props(ask)
-    return row["id"], limit
-
-
-def _context_of_props(ask: Ask) -> int | None:
-    """Return the context of one slot of llama.cpp, whose older builds tell it only here."""
-    answer = ask("GET", "/props")
-    props = answer.json if answer.status == 200 else None
-    settings = props.get("default_generation_settings") if isinstance(props, dict) else None
-    return _count(settings.get("n_ctx")) if isinstance(settings, dict) else None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _refused(answer: Answer, where: str, hint: str) -> EndpointRefused:
-    if 300 <= answer.status < 400:
-        target = clean_text(answer.headers.get("location", "nowhere"), 200)
-        return EndpointRefused(f"the server redirects to {target}, which is not followed", where=where, hint="name the address that it redirects to")
-    _, text, _ = classify(answer.status, answer.body, answer.headers)
-    return EndpointRefused(f"the server says HTTP {answer.status}: {text}", where=where, hint=hint)
 
 
 class _Learner:
@@ -219,7 +154,7 @@ class _Learner:
         for count in (19, 47):
             if self.max_model_len is not None and count + 8 > self.max_model_len and overheads:
                 break
-            probe = self._probe(PromptSource(vocabulary, self.nonce).make(count, "probe", count))
+            probe = self._probe(self._source(vocabulary).make(count, "probe", count))
             if vocabulary.source == IDS and (self.unanswered or (probe.outcome in _ANSWERED and probe.prompt_tokens is None)):
                 if not self.unanswered:
                     self.notes.append("the server counts no tokens: lengths are not verified")
@@ -246,13 +181,15 @@ class _Learner:
     # words by usage
 
     def _cost(self, words: tuple[str, ...], count: int) -> int | None:
-        probe = self._probe(PromptSource(Vocabulary(CALIBRATED, words), self.nonce).make(count, "cost", len(words)))
+        probe = self._probe(self._source(Vocabulary(CALIBRATED, words)).make(count, "cost", len(words)))
         return probe.prompt_tokens
 
     def _exact_cost(self, words: tuple[str, ...]) -> int | None:
         """Return what the server counts for LEAD and each of the words once."""
-        text = msgspec.json.encode(LEAD + "".join(" " + word for word in words))
-        return self._probe(Prompt(text, 0, CALIBRATED, b"", words)).prompt_tokens
+        text: Any = LEAD + "".join(" " + word for word in words)
+        if self.target.api == "chat":
+            text = [{"role": USER, "content": text}]
+        return self._probe(Prompt(msgspec.json.encode(text), 0, CALIBRATED, (), words)).prompt_tokens
 
     def _calibrated(self) -> Vocabulary | None:
         """Return words that are found to be one token each: groups of words whose cost is their number, halved where it is not."""
@@ -286,6 +223,35 @@ class _Learner:
         rate = (long - short) / 48
         self.notes.append(f"lengths are estimated: {rate:.3f} tokens a word, by usage")
         return Vocabulary(ESTIMATED, words, (), max(0, round(short - 16 * rate)), rate)
+
+    # messages of a chat
+
+    def with_messages(self, vocabulary: Vocabulary) -> Vocabulary:
+        """Return the vocabulary with what a system message and an earlier turn add, where two sizes of each agree."""
+        bare = dataclasses.replace(vocabulary, system=0, pair=0)
+        turn = (Part(5, "probe-question"), Part(7, "probe-answer", ASSISTANT))
+        found: dict[str, int] = {}
+        for name, small, large in (
+            ("system", (Part(6, "probe-short", SYSTEM),), (Part(19, "probe-long", SYSTEM),)),
+            ("pair", turn, turn * 3),
+        ):
+            adds = [self._adds(bare, before) for before in (small, large)]
+            scale = len(large) // len(small)
+            if adds[0] is not None and adds[1] == adds[0] * scale:
+                found[name] = adds[0]
+            elif name == "system":
+                self.notes.append("the chat template takes no system message as it is: shared prompts go to the front of the first question")
+            else:
+                self.notes.append("what an earlier turn of a chat adds is not known: lengths of conversations are not exact")
+        return dataclasses.replace(vocabulary, system=found.get("system"), pair=found.get("pair"))
+
+    def _adds(self, vocabulary: Vocabulary, before: tuple[Part, ...]) -> int | None:
+        prompt = self._source(vocabulary).make(vocabulary.overhead + 90, "probe", len(before), before[0].key, before=before)
+        probe = self._once(prompt, self.ignore_eos, self.usage)
+        return probe.prompt_tokens - prompt.planned_tokens if probe.prompt_tokens is not None else None
+
+    def _source(self, vocabulary: Vocabulary) -> PromptSource:
+        return PromptSource(vocabulary, self.nonce, chat=self.target.api == "chat")
 
     # one request as the load will send it
 

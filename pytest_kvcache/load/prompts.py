@@ -8,9 +8,12 @@ tokens per word (``estimated``, which is not exact). What the server adds (BOS, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+
+from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 
 IDS = "ids"
 TOKENIZE = "tokenize"
@@ -61,7 +64,9 @@ class Vocabulary:
     """The pieces that prompts are made of, and how many tokens the server adds to them.
 
     ``words`` are the pieces as text (one token each with a blank before it), ``ids`` their token ids where those are sent.
-    ``overhead`` is what the server adds: BOS, the chat template, and the tokens of LEAD in text.
+    ``overhead`` is what the server adds: BOS, the chat template, and the tokens of LEAD in text. With the chat API a system
+    message adds ``system``, and a question with its answer before the last question add ``pair``; None where the chat template
+    takes no such message or where that was not asked.
     """
 
     source: str
@@ -69,6 +74,8 @@ class Vocabulary:
     ids: tuple[int, ...] = ()
     overhead: int = 0
     tokens_per_word: float = 1.0
+    system: int | None = None
+    pair: int | None = None
 
     @property
     def exact(self) -> bool:
@@ -78,30 +85,33 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: ``json`` is the value in a request's body, ``planned_tokens`` what the server will count."""
+    """One prompt: ``json`` is the value in a request's body, ``planned_tokens`` what the server will count.
+
+    ``messages`` holds role and word indexes of each message; one without a role where the API knows none.
+    """
 
     json: bytes
     planned_tokens: int
     source: str
-    indexes: bytes
+    messages: tuple[tuple[str, bytes], ...]
     words: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The prompt as text; for token ids the words that they stand for."""
-        words = self.words
-        text = "".join(f" {words[index]}" for index in self.indexes)
-        return text if self.source == IDS else LEAD + text
+        """The prompt as text, messages one after the other; for token ids the words that they stand for."""
+        words, lead = self.words, "" if self.source == IDS else LEAD
+        return "\n".join(lead + "".join(f" {words[index]}" for index in indexes) for _, indexes in self.messages)
 
 
 class PromptSource:
     """Makes prompts. The same nonce and parts give the same prompt; any other nonce differs from the first tokens on."""
 
-    def __init__(self, vocabulary: Vocabulary, nonce: str) -> None:
+    def __init__(self, vocabulary: Vocabulary, nonce: str, *, chat: bool = False) -> None:
         if not vocabulary.words:
             raise ValueError("a vocabulary needs words")
         self.vocabulary = vocabulary
         self.nonce = nonce
+        self.chat = chat
         pieces: list[bytes]
         if vocabulary.source == IDS:
             pieces = [str(token).encode() for token in vocabulary.ids]
@@ -112,12 +122,52 @@ class PromptSource:
         self._table = tuple(pieces[index % len(pieces)] for index in range(256))
         self._words = tuple(vocabulary.words[index % len(vocabulary.words)] for index in range(256))
 
-    def make(self, tokens: int, *parts: object) -> Prompt:
-        """Return a prompt that the server counts as ``tokens``; never fewer than one token more than it adds itself."""
+    def make(self, tokens: int, *parts: object, before: Sequence[Part] = ()) -> Prompt:
+        """Return a prompt that the server counts as ``tokens``; never fewer than one token more than it adds itself.
+
+        ``before`` are pieces that others share, in order; what is left of ``tokens`` after them is this prompt's own.
+        """
         vocabulary = self.vocabulary
+        if before:
+            return self._composed(tokens, parts, before)
         count = max(1, round((tokens - vocabulary.overhead) / vocabulary.tokens_per_word))
-        key = "/".join((self.nonce, *map(str, parts)))
-        indexes = hashlib.shake_128(key.encode()).digest(count)
-        value = self._open + self._join.join(map(self._table.__getitem__, indexes)) + self._close
+        indexes = self._indexes(count, parts)
         planned = vocabulary.overhead + round(count * vocabulary.tokens_per_word)
-        return Prompt(value, planned, vocabulary.source, indexes, self._words)
+        if self.chat:
+            return Prompt(b'[{"role":"user","content":' + self._value(indexes) + b"}]", planned, vocabulary.source, ((USER, indexes),), self._words)
+        return Prompt(self._value(indexes), planned, vocabulary.source, (("", indexes),), self._words)
+
+    def _composed(self, tokens: int, parts: tuple[object, ...], before: Sequence[Part]) -> Prompt:
+        vocabulary, rate = self.vocabulary, self.vocabulary.tokens_per_word
+        pieces = [(part.role, self._indexes(max(1, round(part.tokens / rate)), ("part", part.key))) for part in before]
+        added = vocabulary.overhead + (self._added(before) if self.chat else 0)
+        own = max(1, round((tokens - added) / rate) - sum(len(indexes) for _, indexes in pieces))
+        pieces.append((USER, self._indexes(own, parts)))
+        messages: list[tuple[str, bytes]] = []
+        if self.chat:
+            carried = b""
+            for role, indexes in pieces:
+                if role == SYSTEM and vocabulary.system is None:
+                    carried += indexes
+                else:
+                    messages.append((role, carried + indexes))
+                    carried = b""
+        else:
+            messages = [("", b"".join(indexes for _, indexes in pieces))]
+        planned = added + round(sum(len(indexes) for _, indexes in messages) * rate)
+        if self.chat:
+            said = (b'{"role":"' + role.encode() + b'","content":' + self._value(indexes) + b"}" for role, indexes in messages)
+            return Prompt(b"[" + b",".join(said) + b"]", planned, vocabulary.source, tuple(messages), self._words)
+        return Prompt(self._value(messages[0][1]), planned, vocabulary.source, tuple(messages), self._words)
+
+    def _added(self, before: Sequence[Part]) -> int:
+        """Return what the chat template adds for the messages before the last."""
+        roles = [part.role for part in before]
+        return (self.vocabulary.system or 0) * roles.count(SYSTEM) + (self.vocabulary.pair or 0) * roles.count(ASSISTANT)
+
+    def _indexes(self, count: int, parts: tuple[object, ...]) -> bytes:
+        key = "/".join((self.nonce, *map(str, parts)))
+        return hashlib.shake_128(key.encode()).digest(count)
+
+    def _value(self, indexes: bytes) -> bytes:
+        return self._open + self._join.join(map(self._table.__getitem__, indexes)) + self._close

@@ -17,18 +17,16 @@ from typing import Any
 import gevent
 from locust.runners import STATE_CLEANUP, STATE_STOPPED, WorkerRunner
 
-from pytest_kvcache.errors import Broken, CannotWrite, KvError, UsageError
+from pytest_kvcache.errors import Broken, CannotWrite, KvError
 from pytest_kvcache.load import contract
-from pytest_kvcache.load.client import Asker
 from pytest_kvcache.load.flags import Knobs
-from pytest_kvcache.load.prepare import Prepared, choose_model, failure_text, prepare
+from pytest_kvcache.load.opening import learn, open_rows, write_start
+from pytest_kvcache.load.prepare import Prepared, failure_text
 from pytest_kvcache.load.prompts import PromptSource
-from pytest_kvcache.load.provenance import argv, versions
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.rowsfile import FLUSH_S, RowsFile
-from pytest_kvcache.load.target import Handed, Target, named_by_hand
-from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
-from pytest_kvcache.server.redaction import redact_json
+from pytest_kvcache.load.target import Handed, Target
+from pytest_kvcache.records import LoadEnd, LoadNote, RequestRow
 
 BEAT_S = 0.05
 GONE_AFTER_S = 15.0
@@ -36,17 +34,17 @@ GONE_AFTER_REFUSALS = 10
 SIGNAL_STOP_S = 2.0
 NOTES_LIMIT = 200
 ERRORS_LIMIT = 50
-PROBE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the profile's user classes need: lanes, the longest context, and default output tokens by lane."""
+    """What the profile's user classes need: lanes, the longest context, default output tokens; whether prompts repeat one another."""
 
     profile: str
     lanes: tuple[str, ...]
     needs_limit: bool
     output_tokens: int
+    shares: bool = False
 
 
 class LoadSession:
@@ -77,6 +75,7 @@ class LoadSession:
         self.own_connections: list[bool] = []
         self.resent = 0
         self._users = 0
+        self._talks = 0
         self._notes = 0
         self._errors = 0
         self._refused = 0
@@ -91,8 +90,8 @@ class LoadSession:
     def start(self) -> None:
         """Learn what is needed from the server, open the file and write its start line; on failure say why once and stop."""
         try:
-            self._open()
-            self._prepare()
+            open_rows(self)
+            learn(self)
         except KvError as error:
             self.fail(error)
             return
@@ -100,102 +99,16 @@ class LoadSession:
             self.fail(Broken(f"the preparation broke: {type(error).__name__}: {error}", hint="please report this with the traceback in the log"))
             traceback.print_exc()
             return
-        self._write_start()
+        write_start(self)
         self.active = True
         self._cpu_start_s = time.process_time()
         self._spawn(self._beat)
-        if self._length_s() > 0:
-            self._greenlets.append(gevent.spawn_later(self._length_s(), self.stop, contract.BY_DURATION))
+        if self.length_s() > 0:
+            self._greenlets.append(gevent.spawn_later(self.length_s(), self.stop, contract.BY_DURATION))
 
-    def _length_s(self) -> float:
+    def length_s(self) -> float:
         """Return how long the load may last: its own length, or Locust's -t, also where the page was asked to start without one."""
         return self.knobs.duration_s or float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
-
-    def _open(self) -> None:
-        name = self.knobs.rows
-        if name:
-            path = Path(name)
-        else:
-            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            path = Path("reports") / f"{stamp}-locust-{self.shape.profile}" / "requests.jsonl"
-        if self.worker:
-            path = path.with_name(f"{path.stem}.worker-{self.worker_index}{path.suffix}")
-        number, first = 2, path
-        while self.handed is None and path.exists() and not path.is_char_device():
-            # the web page starts one load after the other in one process
-            path = first.with_name(f"{first.stem}-{number}{first.suffix}")
-            number += 1
-        self.rows = RowsFile(path)
-
-    def _prepare(self) -> None:
-        knobs = self.knobs
-        if self.handed is not None:
-            targets = list(self.handed.targets)
-        else:
-            host = self.environment.host
-            targets = named_by_hand(list(knobs.endpoints) or ([host] if host else []), knobs.of_server())
-        self.environment.host = self.environment.host or targets[0].root
-        timeout_s = min(knobs.request_timeout_s, PROBE_TIMEOUT_S)
-        wanted = knobs.max_model_len or None
-        self.prepared = prepare(
-            Asker(targets[0], timeout_s), targets[0], max_model_len=wanted, source=knobs.lengths, nonce=self.nonce, sleep=gevent.sleep
-        )
-        limits = [self.prepared.max_model_len]
-        self.targets = [self.prepared.target]
-        for target in targets[1:]:
-            asker = Asker(target, timeout_s)
-            model, limit = choose_model(asker, target)
-            self.targets.append(Target(**{name: getattr(target, name) for name in target.__struct_fields__} | {"model": model}))
-            limits.append(limit)
-        known = [limit for limit in limits if limit]
-        self.max_model_len = wanted or (min(known) if known else None)
-        if self.shape.needs_limit and self.max_model_len is None:
-            raise UsageError(
-                f"the profile {self.shape.profile} needs the longest context, and the server does not tell it",
-                where=targets[0].root,
-                hint="give it with --kv-max-model-len",
-            )
-        for target in self.targets:
-            target.request_headers()
-        self.own_connections = [False] * len(self.targets)
-        self.source = PromptSource(self.prepared.vocabulary, self.nonce)
-
-    def _write_start(self) -> None:
-        prepared, knobs, rows = self.prepared, self.knobs, self.rows
-        assert prepared is not None
-        assert rows is not None
-        options = {
-            "lanes": list(self.shape.lanes),
-            "users": int(getattr(self.environment.runner, "target_user_count", 0)),
-            "duration_s": self._length_s(),
-            "requests": knobs.requests,
-            "output_tokens": self.output_tokens,
-            "max_model_len": self.max_model_len,
-            "api": self.targets[0].api,
-            "model": self.targets[0].model,
-            "endpoints": [target.root for target in self.targets],
-            "extra_body": redact_json(self.targets[0].extra_body),
-            "nonce": self.nonce,
-            "length_source": prepared.vocabulary.source,
-            "length_overhead": prepared.vocabulary.overhead,
-            "ignore_eos": prepared.ignore_eos,
-            "expects_usage": prepared.expects_usage,
-            "ramp_s": knobs.ramp_s,
-            "think_s": knobs.think_s,
-            "backoff_s": knobs.backoff_s,
-            "request_timeout_s": knobs.request_timeout_s,
-            "stop_timeout_s": float(self.environment.stop_timeout or 0),
-            "profile_options": dict(knobs.profile_options),
-        }
-        rows.put(LoadStart(self.now_s(), self.shape.profile, self.worker, knobs.seed, options, versions(), argv()))
-        rows.put(LoadNote(self.now_s(), "prepared", "what the preparation asked of the server", prepared.spent))
-        for note in prepared.notes:
-            self.note("prepared", note)
-            self.say(note)
-        self.say(
-            f"{self.shape.profile}: model {clean_text(self.targets[0].model, 100)}, longest context {self.max_model_len or 'unknown'}, "
-            f"lengths by {prepared.vocabulary.source}, rows in {rows.path}"
-        )
 
     # during the load
 
@@ -210,6 +123,12 @@ class LoadSession:
         number = self.taken * self.workers + self.worker_index
         self.taken += 1
         self.in_flight += 1
+        return number
+
+    def begin_talk(self) -> int:
+        """Return the number of the next conversation; lengths and texts are drawn by it."""
+        number = self._talks * self.workers + self.worker_index
+        self._talks += 1
         return number
 
     def place(self) -> tuple[int, float]:

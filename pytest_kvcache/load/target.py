@@ -67,13 +67,13 @@ class Target(msgspec.Struct, frozen=True):
         if ignore_eos:
             body["ignore_eos"] = True
         body |= self.extra_body
-        opening = b'"prompt":' if self.api == "completions" else b'"messages":[{"role":"user","content":'
+        opening = b'"prompt":' if self.api == "completions" else b'"messages":'
         return msgspec.json.encode(body)[:-1] + b"," + opening
 
     @property
     def body_tail(self) -> bytes:
         """What closes the JSON after the prompt's value."""
-        return b"}" if self.api == "completions" else b"}]}"
+        return b"}"
 
 
 class Handed(msgspec.Struct, frozen=True):

@@ -14,7 +14,8 @@ from scripted_server import ScriptedServer
 
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.load import contract
-from pytest_kvcache.load.prepare import Answer, Prepared, choose_model, prepare
+from pytest_kvcache.load.asking import Answer, choose_model
+from pytest_kvcache.load.prepare import Prepared, prepare
 from pytest_kvcache.load.prompts import CALIBRATED, ESTIMATED, IDS, TOKENIZE
 from pytest_kvcache.load.target import Target
 

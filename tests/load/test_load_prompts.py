@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_kvcache.load.draws import Draw
+from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 from pytest_kvcache.load.prompts import ESTIMATED, IDS, LEAD, TOKENIZE, WORDS, PromptSource, Vocabulary, made_up_words
 
 WORDS_64 = tuple(WORDS[:64])
@@ -51,13 +53,38 @@ def test_prompts_differ_within_their_first_eight_tokens_by_number_seed_and_nonce
     for nonce in ("a", "b"):
         source = PromptSource(BY_IDS, nonce)
         for seed in (1, 2):
-            heads |= {bytes(source.make(8, seed, "lane", number).indexes) for number in range(2000)}
+            heads |= {source.make(8, seed, "lane", number).messages[0][1] for number in range(2000)}
     assert len({tuple(WORDS_64[index % 64] for index in head) for head in heads}) == 8000
 
 
 def test_the_same_seed_and_nonce_send_the_same_prompts() -> None:
     assert PromptSource(BY_IDS, "a").make(500, 1, "x", 7).json == PromptSource(BY_IDS, "a").make(500, 1, "x", 7).json
     assert PromptSource(BY_IDS, "a").make(500, 1, "x", 7).json != PromptSource(BY_IDS, "b").make(500, 1, "x", 7).json
+
+
+@given(
+    tokens=st.integers(200, 3000), shared=st.integers(1, 90), turns=st.integers(0, 2), api=st.sampled_from(["ids", "text", "chat", "chat-no-system"])
+)
+def test_prompts_that_share_pieces_still_hold_exactly_the_tokens_planned(tokens: int, shared: int, turns: int, api: str) -> None:
+    system = None if api == "chat-no-system" else 9
+    vocabulary = BY_IDS if api == "ids" else dataclasses.replace(BY_TEXT, system=system, pair=11)
+    source = PromptSource(vocabulary, "n", chat=api.startswith("chat"))
+    before = (Part(shared, "s", SYSTEM), *(Part(4 + at % 2, f"t{at}", (USER, ASSISTANT)[at % 2]) for at in range(2 * turns)))
+    one, two = source.make(tokens, 1, before=before), source.make(tokens, 2, before=before)
+    value = json.loads(one.json)
+    if api == "ids":
+        counted = len(value)
+        assert value[: shared + 9 * turns] == json.loads(two.json)[: shared + 9 * turns]
+    elif api == "text":
+        counted = 7 + len(value.split()) - 1
+    else:
+        roles = [message["role"] for message in value]
+        assert roles == ([SYSTEM] if system else []) + [USER, ASSISTANT] * turns + [USER]
+        words = sum(len(message["content"].split()) - 1 for message in value)
+        counted = 7 + words + (system or 0) + 11 * turns
+        assert value[:-1] == json.loads(two.json)[:-1]
+    assert counted == one.planned_tokens == tokens
+    assert one.json != two.json
 
 
 def test_words_are_plain_and_many() -> None:

@@ -1,0 +1,181 @@
+"""One request after the other on one connection: sent, read to its end, judged, and written down as a row."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+import gevent
+from gevent import GreenletExit
+from geventhttpclient.response import HTTPConnectionClosed
+from locust.exception import CatchResponseError
+
+from pytest_kvcache.load import contract
+from pytest_kvcache.load.client import FAILURES, connect, headers_of, pump, read_body
+from pytest_kvcache.load.plans import Plan
+from pytest_kvcache.load.rejections import classify
+from pytest_kvcache.load.session import LoadSession
+from pytest_kvcache.load.sse import Stream
+from pytest_kvcache.records import RequestRow
+
+# Servers close idle connections (uvicorn after 5 s); one that was idle for longer than this is not used again.
+IDLE_REUSE_S = 2.0
+_CLOSED = (HTTPConnectionClosed, ConnectionResetError, BrokenPipeError)
+
+
+class Sender:
+    """A connection to one server of the load, by its index."""
+
+    def __init__(self, session: LoadSession, index: int) -> None:
+        self.session = session
+        self.index = index
+        self._target = session.targets[index]
+        self._headers = self._target.request_headers()
+        self._http: Any = None
+        self._idle_since_s = 0.0
+        self._sent_s = 0.0
+
+    def send(self, number: int, lane: str, plan: Plan, key: str, intended_s: float) -> tuple[str, float]:
+        """Send one planned request and record what became of it; return its outcome and when it ended, in monotonic seconds.
+
+        ``key`` names its prompt. Raises GreenletExit, with its row written, when the load ends meanwhile.
+        """
+        session, target = self.session, self._target
+        try:
+            assert session.source is not None
+            output_tokens = target.output_tokens(plan.output)
+            prompt = session.source.make(plan.prompt, session.knobs.seed, key, before=plan.before)
+            body = session.head(self.index, output_tokens) + prompt.json + target.body_tail
+        except Exception:
+            session.dropped()
+            raise
+        stream = Stream(session.knobs.keep_text)
+        leaving: GreenletExit | None = None
+        status = 0
+        timer = gevent.Timeout(session.knobs.request_timeout_s)
+        timer.start()
+        self._sent_s = monotonic()
+        try:
+            response = self._request(body)
+            status = response.get_code()
+            verdict = self._read(response, status, stream, output_tokens)
+        except gevent.Timeout as fired:
+            if fired is not timer:
+                session.dropped()
+                raise
+            verdict = self._broken(stream, status, f"Timeout: no end within {session.knobs.request_timeout_s:g} s", output_tokens)
+        except GreenletExit as exit_:
+            leaving = exit_
+            verdict = contract.CUT_OFF, "the load ended while this request was in flight", None
+            self.close()
+        except FAILURES as error:
+            verdict = self._broken(stream, status, f"{type(error).__name__}: {error}", output_tokens)
+        finally:
+            timer.close()
+        sent_s, end_s = self._sent_s, stream.last_s if stream.done else monotonic()
+        outcome, error_text, retry_after_s = verdict
+        self._idle_since_s = end_s
+        offset_s = session.offset_s
+        session.record(
+            RequestRow(
+                id=number,
+                lane=lane,
+                intended_s=round(offset_s + intended_s, 6),
+                sent_s=round(offset_s + sent_s, 6),
+                end_s=round(offset_s + end_s, 6),
+                outcome=outcome,
+                worker=session.worker,
+                endpoint=self.index,
+                first_token_s=None if stream.first_token_s is None else round(offset_s + stream.first_token_s, 6),
+                status=status,
+                prompt_tokens_planned=prompt.planned_tokens,
+                prompt_tokens=stream.prompt_tokens,
+                cached_tokens=stream.cached_tokens,
+                output_tokens_planned=output_tokens,
+                completion_tokens=stream.completion_tokens,
+                chunks=stream.chunks,
+                longest_gap_s=round(stream.longest_gap_s, 6),
+                longest_gap_at_s=None if stream.longest_gap_at_s is None else round(offset_s + stream.longest_gap_at_s, 6),
+                finish_reason=stream.finish_reason,
+                error=error_text,
+                retry_after_s=retry_after_s,
+                length_source=prompt.source,
+                prompt=prompt.text if session.knobs.keep_text else None,
+                answer=stream.answer,
+            )
+        )
+        if leaving is not None:
+            raise leaving
+        self._tell_locust(lane, outcome, status, sent_s, end_s, stream)
+        return outcome, end_s
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        http, self._http = self._http, None
+        if http is not None:
+            http.close()
+
+    def _request(self, body: bytes) -> Any:
+        """Send the request and return the answer once its headers are there.
+
+        Some servers (llama.cpp) close a kept connection after a stream without saying so. A request that meets that has not
+        been read by anybody: it goes out again on a new connection, and from then on every request gets its own.
+        """
+        http, session, target = self._http, self.session, self._target
+        if http is not None and not session.own_connections[self.index] and self._sent_s - self._idle_since_s <= IDLE_REUSE_S:
+            try:
+                return http.request("POST", target.path, body, self._headers)
+            except _CLOSED:
+                session.kept_connection_closed(self.index)
+                self._sent_s = monotonic()
+        self.close()
+        self._http = http = connect(target)
+        return http.request("POST", target.path, body, self._headers)
+
+    def _read(self, response: Any, status: int, stream: Stream, planned: int) -> tuple[str, str, float | None]:
+        kind = str(response.get("content-type") or "")
+        packed = str(response.get("content-encoding") or "identity")
+        if status == 200 and packed != "identity":
+            response.release()
+            return contract.SERVER_ERROR, f"the answer is packed ({packed[:20]}) though nobody asked for that: its times mean nothing", None
+        prepared = self.session.prepared
+        expects_usage = prepared is not None and prepared.expects_usage
+        if status == 200 and "event-stream" in kind:
+            pump(response, stream)
+            stream.finish(monotonic())
+            return stream.outcome(planned, expects_usage)
+        body = read_body(response)
+        if status == 200:
+            if stream.take_whole(body):
+                outcome, error, wait_s = stream.outcome(planned, expects_usage=False)
+                return outcome, error or "answered at once, not streamed", wait_s
+            if body.lstrip()[:5] == b"data:":
+                now_s = monotonic()
+                stream.feed(body, now_s)
+                stream.finish(now_s)
+                return stream.outcome(planned, expects_usage)
+        return classify(status, body, headers_of(response))
+
+    def _broken(self, stream: Stream, status: int, exception: str, planned: int) -> tuple[str, str, float | None]:
+        """Return the verdict of a request whose connection broke, unless the stream had said all or its error before."""
+        self.close()
+        if stream.error is not None or (stream.finish_reason and stream.completion_tokens is not None):
+            return stream.outcome(planned, expects_usage=True)
+        return classify(status, exception=exception, in_stream=status != 0)
+
+    def _tell_locust(self, lane: str, outcome: str, status: int, sent_s: float, end_s: float, stream: Stream) -> None:
+        """Give Locust's page its rows: the request by its whole time, and the time to its first token."""
+        environment = self.session.environment
+        failed = contract.is_rejection(outcome)
+        environment.events.request.fire(
+            request_type="POST",
+            name=f"{self._target.path} {lane}",
+            response_time=(end_s - sent_s) * 1e3,
+            response_length=stream.size,
+            exception=CatchResponseError(f"{outcome} (HTTP {status})" if status else outcome) if failed else None,
+            context={},
+            response=None,
+        )
+        if stream.first_token_s is not None:
+            # its own row only: in the sum of all rows a request would count twice
+            environment.stats.get(f"first token {lane}", "TTFT").log((stream.first_token_s - sent_s) * 1e3, 0)

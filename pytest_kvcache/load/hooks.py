@@ -1,0 +1,98 @@
+"""What the load does at the moments that Locust tells: options before parsing, the session's start, stop and quitting.
+
+``state`` holds the profile's user classes, as they were declared, and the session of the load that runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locust import events
+from locust.runners import MasterRunner
+
+from pytest_kvcache.load import contract, flags
+from pytest_kvcache.load.session import LoadSession, Shape
+from pytest_kvcache.load.target import Handed, handed_over
+
+if TYPE_CHECKING:
+    from pytest_kvcache.load.users import KvUser
+
+
+class State:
+    """The user classes of the profile in order, and the load's session, which is None until a test starts."""
+
+    def __init__(self) -> None:
+        self.profiles: list[type[KvUser]] = []
+        self.session: LoadSession | None = None
+
+
+state = State()
+
+
+def _classes(environment: Any = None) -> list[type[KvUser]]:
+    chosen = [cls for cls in getattr(environment, "user_classes", ()) if cls in state.profiles]
+    return chosen or state.profiles
+
+
+def _handed() -> Handed | None:
+    text = os.environ.get(contract.ENVIRONMENT)
+    return handed_over(text) if text else None
+
+
+def _declare(parser: Any, **_: Any) -> None:
+    classes = state.profiles
+    if contract.ENVIRONMENT in os.environ:
+        # a run started by pytest-kvcache takes nothing from locust.conf or pyproject.toml
+        parser._default_config_files = []
+    options = [option for cls in classes for option in cls.options]
+    flags.declare(parser, options, {"users": sum(cls.users for cls in classes) or 1})
+
+
+def _start(environment: Any, **_: Any) -> None:
+    classes = _classes(environment)
+    if isinstance(environment.runner, MasterRunner) or not classes:
+        return
+    knobs = flags.knobs(environment.parsed_options, [option for cls in classes for option in cls.options])
+    files = environment.parsed_locustfiles or [environment.locustfile or classes[0].__module__]
+    shape = Shape(
+        profile=Path(str(files[0])).stem,
+        lanes=tuple(sorted({cls.lane for cls in classes})),
+        needs_limit=any(cls.needs_limit for cls in classes),
+        output_tokens=classes[0].default_output_tokens,
+        shares=any(cls.shares for cls in classes),
+    )
+    state.session = LoadSession(environment, _handed(), knobs, shape)
+    state.session.start()
+
+
+def _stop(**_: Any) -> None:
+    """Write the end: when a test stops, and again when the process quits before its test had begun."""
+    if state.session is not None:
+        state.session.finish()
+
+
+def _quitting(environment: Any, **_: Any) -> None:
+    if state.session is not None:
+        state.session.interrupted()
+
+
+def _user_error(exception: BaseException, **_: Any) -> None:
+    if state.session is not None:
+        state.session.task_failed(exception)
+
+
+def _cpu_warning(cpu_usage: float, **_: Any) -> None:
+    if state.session is not None:
+        state.session.note("cpu warning", "the load process used most of one CPU", {"percent": float(cpu_usage)})
+
+
+_events: Any = events
+_events.init_command_line_parser.add_listener(_declare)
+_events.test_start.add_listener(_start)
+_events.test_stop.add_listener(_stop)
+_events.quit.add_listener(_stop)
+_events.quitting.add_listener(_quitting)
+_events.user_error.add_listener(_user_error)
+_events.cpu_warning.add_listener(_cpu_warning)

@@ -1,0 +1,125 @@
+"""What happens before a load: its file is opened, the server is asked what the load needs, and the start line is written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gevent
+
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.load.asking import choose_model
+from pytest_kvcache.load.client import Asker
+from pytest_kvcache.load.prepare import prepare
+from pytest_kvcache.load.prompts import PromptSource
+from pytest_kvcache.load.provenance import argv, versions
+from pytest_kvcache.load.rejections import clean_text
+from pytest_kvcache.load.rowsfile import RowsFile
+from pytest_kvcache.load.target import Target, named_by_hand
+from pytest_kvcache.records import LoadNote, LoadStart
+from pytest_kvcache.server.redaction import redact_json
+
+if TYPE_CHECKING:
+    from pytest_kvcache.load.session import LoadSession
+
+PROBE_TIMEOUT_S = 120.0
+
+
+def open_rows(session: LoadSession) -> None:
+    """Open the file of rows: the one that is named, else one of its own below reports/. Raises CannotWrite."""
+    name = session.knobs.rows
+    if name:
+        path = Path(name)
+    else:
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = Path("reports") / f"{stamp}-locust-{session.shape.profile}" / "requests.jsonl"
+    if session.worker:
+        path = path.with_name(f"{path.stem}.worker-{session.worker_index}{path.suffix}")
+    number, first = 2, path
+    while session.handed is None and path.exists() and not path.is_char_device():
+        # the web page starts one load after the other in one process
+        path = first.with_name(f"{first.stem}-{number}{first.suffix}")
+        number += 1
+    session.rows = RowsFile(path)
+
+
+def learn(session: LoadSession) -> None:
+    """Learn from the server what the load needs. Raises UsageError, EndpointRefused, EndpointUnreachable."""
+    knobs = session.knobs
+    if session.handed is not None:
+        targets = list(session.handed.targets)
+    else:
+        host = session.environment.host
+        targets = named_by_hand(list(knobs.endpoints) or ([host] if host else []), knobs.of_server())
+    session.environment.host = session.environment.host or targets[0].root
+    timeout_s = min(knobs.request_timeout_s, PROBE_TIMEOUT_S)
+    wanted = knobs.max_model_len or None
+    session.prepared = prepare(
+        Asker(targets[0], timeout_s),
+        targets[0],
+        max_model_len=wanted,
+        source=knobs.lengths,
+        nonce=session.nonce,
+        messages=session.shape.shares,
+        sleep=gevent.sleep,
+    )
+    limits = [session.prepared.max_model_len]
+    session.targets = [session.prepared.target]
+    for target in targets[1:]:
+        asker = Asker(target, timeout_s)
+        model, limit = choose_model(asker, target)
+        session.targets.append(Target(**{name: getattr(target, name) for name in target.__struct_fields__} | {"model": model}))
+        limits.append(limit)
+    known = [limit for limit in limits if limit]
+    session.max_model_len = wanted or (min(known) if known else None)
+    if session.shape.needs_limit and session.max_model_len is None:
+        raise UsageError(
+            f"the profile {session.shape.profile} needs the longest context, and the server does not tell it",
+            where=targets[0].root,
+            hint="give it with --kv-max-model-len",
+        )
+    for target in session.targets:
+        target.request_headers()
+    session.own_connections = [False] * len(session.targets)
+    session.source = PromptSource(session.prepared.vocabulary, session.nonce, chat=session.targets[0].api == "chat")
+
+
+def write_start(session: LoadSession) -> None:
+    """Write the start line, and say on the terminal what was learnt."""
+    prepared, knobs, rows = session.prepared, session.knobs, session.rows
+    assert prepared is not None
+    assert rows is not None
+    options = {
+        "lanes": list(session.shape.lanes),
+        "users": int(getattr(session.environment.runner, "target_user_count", 0)),
+        "duration_s": session.length_s(),
+        "requests": knobs.requests,
+        "output_tokens": session.output_tokens,
+        "max_model_len": session.max_model_len,
+        "api": session.targets[0].api,
+        "model": session.targets[0].model,
+        "endpoints": [target.root for target in session.targets],
+        "extra_body": redact_json(session.targets[0].extra_body),
+        "nonce": session.nonce,
+        "length_source": prepared.vocabulary.source,
+        "length_overhead": prepared.vocabulary.overhead,
+        "ignore_eos": prepared.ignore_eos,
+        "expects_usage": prepared.expects_usage,
+        "ramp_s": knobs.ramp_s,
+        "think_s": knobs.think_s,
+        "backoff_s": knobs.backoff_s,
+        "request_timeout_s": knobs.request_timeout_s,
+        "stop_timeout_s": float(session.environment.stop_timeout or 0),
+        "profile_options": dict(knobs.profile_options),
+        "shared_prompts": session.shape.shares,
+    }
+    rows.put(LoadStart(session.now_s(), session.shape.profile, session.worker, knobs.seed, options, versions(), argv()))
+    rows.put(LoadNote(session.now_s(), "prepared", "what the preparation asked of the server", prepared.spent))
+    for note in prepared.notes:
+        session.note("prepared", note)
+        session.say(note)
+    session.say(
+        f"{session.shape.profile}: model {clean_text(session.targets[0].model, 100)}, longest context {session.max_model_len or 'unknown'}, "
+        f"lengths by {prepared.vocabulary.source}, rows in {rows.path}"
+    )
