@@ -1,0 +1,1 @@
+"""What should fit: a model's layers, the bytes that its cache takes, and the blocks that an engine makes of them."""
