@@ -221,7 +221,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
     """
     planned = window.planned
     folder = run_folder(session, planned.name)
-    started_wall_s = time.time()
+    started_wall_s, started_s = time.time(), time.monotonic()
     if window.number == 0 or target.fresh:
         _warm_up(target, window.nonce)
     cache_state = "cold by a fresh start; prompts never sent before" if target.fresh else "prompts never sent before"
@@ -275,6 +275,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
             "requests": planned.requests,
         },
         problems=problems,
+        clock_step_s=round(time.time() - started_wall_s - (time.monotonic() - started_s), 3),
     )
     run = keep(run)
     if pressed.raised is not None:

@@ -199,7 +199,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """run.json: everything about a Run that is not a time series. Lines are files beside it.
 
     ``settings`` maps each option to ``{"value", "source"}``; ``config`` is the effective configuration read back from the
-    server; ``workload`` is a hash over profile, seed, lengths and arrivals, equal on both sides of a comparison.
+    server; ``workload`` is a hash over profile, seed and arrivals, equal on both sides of a comparison. ``launch_id`` is another for
+    each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have; ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
     """
 
     schema_version: int
@@ -235,6 +236,9 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     problems: list[str] = []
     notes: list[str] = []
     unmeasured: list[str] = []
+    planned_windows: int = 0
+    launch_id: str = ""
+    clock_step_s: float = 0.0
 
 
 class QualitySummary(msgspec.Struct, frozen=True):

@@ -84,6 +84,9 @@ class Settings:
     usage_margin: float = _opt(0.02, "how much higher peak usage may be after the change, as a share of the pool", group="judgement")
     ttft_margin: float = _opt(0.25, "how much longer the median time to first token may be after the change, as a share", group="judgement")
     throughput_margin: float = _opt(0.10, "how much of the output rate may be lost by the change, as a share", group="judgement")
+    rare_margin: float = _opt(
+        0.10, "where no request was rejected or preempted after the change: how high a share of them need not be excluded", group="judgement"
+    )
     quality_min: float = _opt(0.98, "lowest pass rate of the quality items that passes", group="judgement")
     quality_margin: float = _opt(0.02, "largest loss of pass rate that a change may cost", group="judgement")
     quality_items: str = _opt("", "JSONL of your own quality items (prompt, expect, match)", group="judgement", metavar="FILE")
@@ -209,6 +212,6 @@ def _check(settings: Settings) -> None:
         raise UsageError(f"--kv-sample-hz can be at most {MOST_SAMPLES_A_SECOND:g}", hint="10 suits most servers; a read takes milliseconds")
     if not 0 <= settings.ttft_margin < float("inf"):
         raise UsageError("--kv-ttft-margin is a share from 0 on", hint="0.25 lets the median time to first token grow by a quarter")
-    for name in ("max_usage", "quality_min", "quality_margin", "usage_margin", "throughput_margin"):
+    for name in ("max_usage", "quality_min", "quality_margin", "usage_margin", "throughput_margin", "rare_margin"):
         if not 0 <= getattr(settings, name) <= 1:
             raise UsageError(f"{flag(name)} is a share from 0 to 1", hint="0.9 means 90 %")

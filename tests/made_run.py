@@ -120,6 +120,7 @@ class MadeRun:
     no_end: bool = False
     quality: list[QualityRow] = field(default_factory=list)
     hz: float = 10.0
+    options: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Run:
@@ -130,7 +131,12 @@ class MadeRun:
         if samples is None:
             samples = [sample(self.rows, T0 - 0.3 + i / self.hz) for i in range(int((last - T0 + 0.8) * self.hz))]
         end = self.end or LoadEnd(last + 0.1, rows=len(self.rows), reason="duration", lag_p99_s=0.001)
-        lines: list[msgspec.Struct] = [LoadStart(T0 - 0.1, profile="normal"), *self.rows, *self.notes, *([] if self.no_end else [end])]
+        lines: list[msgspec.Struct] = [
+            LoadStart(T0 - 0.1, profile="normal", options=self.options),
+            *self.rows,
+            *self.notes,
+            *([] if self.no_end else [end]),
+        ]
         if self.rows or self.record.get("profile") != "quality":
             (folder / "requests.jsonl").write_bytes(b"".join(map(encode_line, lines)))
             (folder / "telemetry.jsonl").write_bytes(b"".join(map(encode_line, samples)))

@@ -11,7 +11,7 @@ from pytest_kvcache.analysis.requests import wrong_lengths
 from pytest_kvcache.analysis.rows import Frame, Rows
 from pytest_kvcache.analysis.series import Growth, Series, coverage
 from pytest_kvcache.analysis.soundness import Facts, Limits
-from pytest_kvcache.load.contract import FAILED_NOTE
+from pytest_kvcache.load.contract import FAILED_NOTE, REJECTIONS
 from pytest_kvcache.quantities import Reading, Value
 from pytest_kvcache.records import RunRecord
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+_COMPARED_REQUESTS = 2000
 _BROKEN_NOTES = (FAILED_NOTE, "task exception")
 _FIXED = ("pool_blocks", "usable_blocks", "pool_tokens", "max_model_len", "block_size", "kv_dtype", "max_num_seqs")
 
@@ -42,6 +43,9 @@ def gather(
         exceptions=tuple(note.text[:300] for note in frame.notes if note.subject in _BROKEN_NOTES),
         sent=len(rows),
         asked=_asked(record, frame),
+        due=_due(frame),
+        users=_users(rows, frame),
+        most_live=round(load.live.peak()[0]),
         # the value at or below the 99th percentile: among few requests the percentile itself is all but the latest one, a single stall
         lag_p99_s=float(np.quantile(lag, 0.99, method="lower")) if len(lag) else 0.0,
         # in a short window the 99th percentile of the loop's lag is its maximum, so that one stall would look like steady lag
@@ -64,7 +68,9 @@ def gather(
         lengths_known=known,
         worst_length=worst,
         outside_s=_outside(record, rows),
+        clock_step_s=record.clock_step_s,
         pool_full=frame.pool_full,
+        lengths=_lengths(rows),
     )
 
 
@@ -72,6 +78,35 @@ def _asked(record: RunRecord, frame: Frame) -> int:
     """Return how many requests the load was told to send at most; 0 where only its duration bounds it."""
     told = [record.options.get("requests"), *(start.options.get("requests") for start in frame.starts)]
     return next((number for number in told if isinstance(number, int) and number > 0), 0)
+
+
+def _due(frame: Frame) -> int:
+    """Return how many requests an open loop had scheduled for its window, over all workers; 0 where the load is no open loop."""
+    told = [start.options.get("scheduled") for start in frame.starts]
+    return sum(number for number in told if isinstance(number, int) and number > 0)
+
+
+def _users(rows: Rows, frame: Frame) -> int:
+    """Return how many users a closed loop was to keep busy; 0 where think time, a count or refusals let fewer be in flight."""
+    users = 0
+    for start in frame.starts:
+        told = start.options.get("users")
+        if start.options.get("think_s") or start.options.get("requests") or start.options.get("scheduled") or not isinstance(told, int):
+            return 0
+        users += told
+    return users if not rows.outcome_in(REJECTIONS).any() else 0
+
+
+def _lengths(rows: Rows) -> dict[tuple[str, int], tuple[int, int]]:
+    """Return what the first requests of a load were planned with: equal seeds plan equal lengths, however fast they were answered."""
+    import numpy as np
+
+    known = (rows.number < _COMPARED_REQUESTS) & np.isfinite(rows.prompt_planned) & np.isfinite(rows.output_planned)
+    columns = (rows.lane, rows.number, rows.prompt_planned, rows.output_planned)
+    return {
+        (rows.lanes[int(lane)], int(number)): (int(prompt), int(output))
+        for lane, number, prompt, output in zip(*(column[known] for column in columns), strict=True)
+    }
 
 
 def _sharing_meant(record: RunRecord, frame: Frame) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NAN = float("nan")
 _KEPT_NOTES = 200
 _COLUMNS = (
-    "intended_s", "sent_s", "first_s", "end_s", "prompt", "prompt_planned", "prompt_real", "cached", "output", "output_planned", "chunks", "gap_s",
+    "number", "intended_s", "sent_s", "first_s", "end_s", "prompt", "prompt_planned", "prompt_real", "cached", "output", "output_planned", "chunks", "gap_s",
 )  # fmt: skip
 
 
@@ -58,10 +58,11 @@ class Frame:
 class Rows:
     """The requests of one Run, a column each. Times are Unix seconds; NaN where a request has no such value.
 
-    ``prompt`` is what the server counted, else what was planned; ``output`` is from the server's usage. ``lane`` and ``outcome``
+    ``number`` is the request's number in the plan, ``prompt`` what the server counted, else what was planned; ``output`` is from the server's usage. ``lane`` and ``outcome``
     are indices into ``lanes`` and ``outcomes``; ``endpoint`` is the index of the server.
     """
 
+    number: Floats
     intended_s: Floats
     sent_s: Floats
     first_s: Floats
@@ -112,6 +113,7 @@ def read_rows(lines: Iterable[LoadLine], full_errors: Sequence[str] = ()) -> tup
         if isinstance(line, RequestRow):
             prompt, planned = line.prompt_tokens, line.prompt_tokens_planned
             values = (
+                line.id,
                 line.intended_s,
                 line.sent_s,
                 _NAN if line.first_token_s is None else line.first_token_s,

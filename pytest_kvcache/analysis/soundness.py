@@ -39,11 +39,18 @@ class Limits:
     requests: int = 3
     length_share: float = 0.05
     clock_s: float = 2.0
+    load_share: float = 0.95
+    users_share: float = 0.80
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules look at, as measured in one Run; the defaults are those of a sound one."""
+    """What the rules look at, as measured in one Run; the defaults are those of a sound one.
+
+    ``due`` is how many requests an open loop was to send, ``users`` how many a closed loop was to keep in flight (0: neither is
+    known, or think time and refusals explain fewer) and ``most_live`` the most that were. ``lengths`` maps the first requests, by lane
+    and number, to the prompt and output tokens planned for them.
+    """
 
     loaded: bool = True
     incomplete: tuple[str, ...] = ()
@@ -51,6 +58,9 @@ class Facts:
     exceptions: tuple[str, ...] = ()
     sent: int = 0
     asked: int = 0
+    due: int = 0
+    users: int = 0
+    most_live: int = 0
     lag_p99_s: float = 0.0
     loop_lag_p99_s: float = 0.0
     loop_stall_s: float = 0.0
@@ -71,7 +81,9 @@ class Facts:
     lengths_known: int = 0
     worst_length: str = ""
     outside_s: float = 0.0
+    clock_step_s: float = 0.0
     pool_full: int = 0
+    lengths: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
 
 def problems(facts: Facts, limits: Limits | None = None) -> list[Problem]:
@@ -114,6 +126,7 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
             f"the load client was late: its lag {which} was {units.show_seconds(lag)} (p99), and at most {units.show_seconds(allowed)} is sound",
             "fewer users, more worker processes (--processes), or a machine of its own for the load",
         )
+    yield from _achieved(facts, limits)
     fewest = min(limits.requests, facts.asked) if facts.asked else limits.requests
     for lane, sent in facts.lane_sent.items():
         if sent < fewest:
@@ -133,6 +146,28 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
             "clock",
             f"requests lie {units.show_seconds(facts.outside_s)} outside the load's own window: a clock was set, or two machines disagree",
             "let the machines' clocks follow one source, and measure again",
+        )
+    elif abs(facts.clock_step_s) > limits.clock_s:
+        yield Problem(
+            "clock",
+            f"the clock of this machine was set by {facts.clock_step_s:+.1f} s while it measured (or the machine slept)",
+            "let the clock be slewed and not stepped while a measurement runs, keep the machine awake, and measure again",
+        )
+
+
+def _achieved(facts: Facts, limits: Limits) -> Iterator[Problem]:
+    """Yield what shows that less was sent than planned: the server was then pressed less than the verdict would say."""
+    if facts.due and facts.sent < limits.load_share * facts.due:
+        yield Problem(
+            "under_load",
+            f"{facts.sent} requests were sent and {facts.due} were planned, {facts.sent / facts.due * 100:.0f} %",
+            "a lower rate, a higher cap on requests in flight, or more worker processes for the load",
+        )
+    elif facts.most_live < int(limits.users_share * facts.users):
+        yield Problem(
+            "under_load",
+            f"at most {facts.most_live} requests were in flight at once, and {facts.users} users were planned",
+            "a longer window (--kv-duration-s), more worker processes for the load, or fewer users",
         )
 
 

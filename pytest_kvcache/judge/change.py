@@ -12,7 +12,7 @@ from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
 from pytest_kvcache.judge import stats
 from pytest_kvcache.judge.gates import readings, total
-from pytest_kvcache.judge.wording import beside, gate, missing, show
+from pytest_kvcache.judge.wording import MISSED, beside, gate, missing, show
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord, QualityRow, ValueRecord
 from pytest_kvcache.settings import Settings
@@ -35,11 +35,12 @@ class Margins:
     throughput: float = 0.10
     quality: float = 0.02
     counts: float = COUNT_MARGIN
+    rare: float = stats.RARE
 
     @classmethod
     def of(cls, settings: Settings) -> Margins:
         """Return the margins of a session."""
-        return cls(settings.usage_margin, settings.ttft_margin, settings.throughput_margin, settings.quality_margin)
+        return cls(settings.usage_margin, settings.ttft_margin, settings.throughput_margin, settings.quality_margin, rare=settings.rare_margin)
 
 
 def not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margins: Margins) -> list[GateRecord]:
@@ -50,8 +51,8 @@ def not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margins: Ma
         _free(f"free_{free}.tightest", before, after, margins.usage),
         _ttft(before, after, margins.ttft),
         _windows("throughput_not_worse", "throughput", before, after, margins.throughput, higher_is_worse=False, relative=True),
-        _counts("rejections_not_worse", "rejections", before, after, margins.counts),
-        _counts("preemptions_not_worse", "preemptions", before, after, margins.counts),
+        _counts("rejections_not_worse", "rejections", before, after, margins),
+        _counts("preemptions_not_worse", "preemptions", before, after, margins),
     ]
 
 
@@ -190,7 +191,8 @@ def _ttft(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) 
     return _windows("ttft_not_worse", "ttft.p50", before, after, margin, higher_is_worse=True, relative=True)
 
 
-def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
+def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], margins: Margins) -> GateRecord:
+    margin = margins.counts
     both = [*before, *after]
     sides: list[list[tuple[int, float]]] = []
     for side in (before, after):
@@ -201,7 +203,7 @@ def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequenc
             return missing(name, quantity, lacking, both, side="after")
         sides.append([(int(k.number()), e.number()) for (_, k), (_, e) in zip(events, sent, strict=True)])
     old, new = total(before, quantity), total(after, quantity)
-    found = stats.counts_not_worse(sides[0], sides[1], margin)
+    found = stats.counts_not_worse(sides[0], sides[1], margin, margins.rare)
     exposure = [sum(e for _, e in side) for side in sides]
     counts = [sum(k for k, _ in side) for side in sides]
     text = f"{counts[0]} of {exposure[0]:.0f} requests before, {counts[1]} of {exposure[1]:.0f} after"
@@ -209,12 +211,22 @@ def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequenc
         text = f"{counts[0]} over {exposure[0]:.0f} requests before, {counts[1]} over {exposure[1]:.0f} after"
     if counts[1] == 0:
         text += f": none after the change; at most {units.show(found.rate_upper, 'ratio')} of requests ({_SURE})"
+        text += f", and {units.show(margins.rare, 'ratio')} may be" if found.verdict != PASS else ""
     elif found.verdict == PASS:
         text += f": at most {found.ratio_upper:.2f} times the rate before ({_SURE}), and {1 + margin:.2f} times may be"
     elif found.verdict == FAIL:
-        text += f": the rate rose (p = {found.p_worse:.2g})"
+        text += f": the rate rose to more than {1 + margin:.2f} times (p = {found.p_worse:.2g})"
     else:
-        text += f": a rise is neither shown (p = {found.p_worse:.2g}) nor excluded; longer or more windows would decide it"
+        text += f": a rise above {1 + margin:.2f} times is neither shown (p = {found.p_worse:.2g}) nor excluded"
+    if found.verdict == INCONCLUSIVE:
+        there = exposure[1]
+        text += (
+            f"; about {found.needed:,.0f} requests a side would decide it (there are {there:,.0f})"
+            if found.needed
+            else "; more would hardly decide it"
+        )
+        windows = len(after)
+        text += f", or {math.ceil(found.needed / there * windows)} windows of these" if found.needed and there else ""
     if found.dispersion > 1.5:
         text += f"; they come in bursts, so they were weighed as {found.dispersion:.1f} times fewer"
     return gate(
@@ -228,9 +240,10 @@ def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequenc
         after=ValueRecord.of(new),
         unit=old.unit if isinstance(old, Reading) else "",
         bound=1 + margin,
-        bound_text=f"at most {1 + margin:.2f} times the rate before, or none",
-        method=f"exact conditional binomial test of two rates, one-sided {_SURE}",
+        bound_text=f"at most {1 + margin:.2f} times the rate before; where there is none, at most {units.show(margins.rare, 'ratio')} not excluded",
+        method=f"exact Poisson bound of none, exact conditional binomial test of two rates, one-sided {_SURE}",
         side="after",
+        fails_despite=MISSED,
     )
 
 

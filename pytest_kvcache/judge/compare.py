@@ -11,7 +11,7 @@ import msgspec
 from pytest_kvcache import units
 from pytest_kvcache.analysis.soundness import Problem
 from pytest_kvcache.analysis.timeline import Analysis
-from pytest_kvcache.conditions import INCONCLUSIVE, INVALID
+from pytest_kvcache.conditions import INCONCLUSIVE, INVALID, PASS
 from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse, quality_not_worse
 from pytest_kvcache.judge.gates import worst
 from pytest_kvcache.judge.validity import check_pair, check_side, launches
@@ -55,7 +55,8 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
             continue
         found = _gates(key, old, new, margins)
         unequal = _workload(key, old, new)
-        gates += [_invalid(gate, [*problems, *unequal]) for gate in found]
+        lacking = _lacking(old, "before") or _lacking(new, "after")
+        gates += [_invalid(_not_whole(gate, lacking), [*problems, *unequal]) for gate in found]
     only_after = [_title(key) for key in sides[1] if key not in sides[0]]
     if only_after:
         notes.append(f"measured only after the change, and so not compared: {', '.join(only_after)}")
@@ -96,17 +97,56 @@ def _workload(key: _Key, before: Sequence[Analysis], after: Sequence[Analysis]) 
     """Return why the two sides were not asked the same; quality items pair one by one instead."""
     if not any(analysis.facts.loaded for analysis in (*before, *after)):
         return []
+    sides = [{analysis.run.record.window: analysis for analysis in side} for side in (before, after)]
     hashes = [{analysis.run.record.window: analysis.run.record.workload for analysis in side} for side in (before, after)]
     shared = set(hashes[0]) & set(hashes[1])
     if not shared or any(hashes[0][window] != hashes[1][window] for window in shared):
         return [
             Problem(
                 "workload",
-                f"{_title(key)} pressed with another load before than after (users, duration, lengths, seed or max length differ)",
-                "measure both sides with the same options; where max_model_len itself changed, ask for lengths that both serve",
+                f"{_title(key)} pressed with another load before than after (users, duration, options or seed differ)",
+                "measure both sides with the same options",
             )
         ]
+    if key[1]:  # a single request is sized by its own server's limit: that is its point
+        return []
+    for window in sorted(shared):
+        unlike = _unlike_lengths(sides[0][window], sides[1][window])
+        if unlike:
+            return [
+                Problem(
+                    "workload",
+                    f"{_title(key)} pressed with other lengths before than after: {unlike}",
+                    "where max_model_len is meant to change, declare it (--kv-expect-change max_model_len): then both sides are pressed with lengths "
+                    "that both serve",
+                )
+            ]
     return []
+
+
+def _unlike_lengths(before: Analysis, after: Analysis) -> str:
+    """Return how the lengths planned for the same requests differ; empty where they agree as closely as lengths can be planned."""
+    left, right = before.facts.lengths, after.facts.lengths
+    for key in sorted(set(left) & set(right)):
+        for name, old, new in zip(("prompt", "output"), left[key], right[key], strict=True):
+            if abs(old - new) > max(4, 0.02 * old):
+                return f"request {key[1]} of lane {key[0]} has {name} {old:,} tokens before and {new:,} after"
+    return ""
+
+
+def _lacking(analyses: Sequence[Analysis], side: str) -> str:
+    """Return which of the planned windows of a side are not there; empty where all are."""
+    planned = max(analysis.run.record.planned_windows for analysis in analyses)
+    there = {analysis.run.record.window for analysis in analyses}
+    gone = [str(number + 1) for number in range(planned) if number not in there]
+    return f"{side} the change {'windows' if len(gone) > 1 else 'window'} {', '.join(gone[:5])} of {planned} missing" if gone else ""
+
+
+def _not_whole(gate: GateRecord, lacking: str) -> GateRecord:
+    """Return the gate, INCONCLUSIVE where it passed on fewer repeats than were planned: what is missing may be what went wrong."""
+    if not lacking or gate.verdict != PASS or not gate.applicable:
+        return gate
+    return msgspec.structs.replace(gate, verdict=INCONCLUSIVE, text=f"{lacking}, so it cannot pass: {gate.text}")
 
 
 def _lonely(key: _Key, before: Sequence[Analysis]) -> GateRecord:

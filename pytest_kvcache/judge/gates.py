@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
@@ -15,7 +16,7 @@ from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, INVALID, NOT_APPLICABL
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.judge.probes import fits, near_max_served, over_limit_refused
 from pytest_kvcache.judge.stats import CONFIDENCE, proportion_lower, proportion_upper
-from pytest_kvcache.judge.wording import beside, failure_text, gate, missing, show
+from pytest_kvcache.judge.wording import MISSED, beside, failure_text, gate, missing, show
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord
 
@@ -101,7 +102,9 @@ def peak_usage(analyses: Sequence[Analysis], max: float) -> GateRecord:
         peak, three = _of(decisive, found), beside(decisive)
         log = units.show(share, "ratio")
         text = f"polled peak usage {show(peak)}, {limit}; but our request log puts {log} of the pool in use: sample faster ({three})"
-    return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=peak, bound=max, bound_text=limit, beside=three)
+    return gate(
+        name, quantity, verdict, text, analyses, decisive=decisive, value=peak, bound=max, bound_text=limit, beside=three, fails_despite=MISSED
+    )
 
 
 def _most_logged(analyses: Sequence[Analysis]) -> tuple[float, Analysis] | None:
@@ -164,9 +167,8 @@ def free_space(analyses: Sequence[Analysis], min: float) -> GateRecord:
         verdict, (left, decisive) = INCONCLUSIVE, least
         low = _of(decisive, found)
         text = f"polled fewest free {show(low)}, {limit}; but our request log leaves {show(left)}: sample faster ({beside(decisive)})"
-    return gate(
-        name, quantity, verdict, text, analyses, decisive=decisive, value=low, bound=min, bound_text=f"{limit} {unit}", beside=beside(decisive)
-    )
+    fields: dict[str, Any] = {"bound": min, "bound_text": f"{limit} {unit}", "beside": beside(decisive), "fails_despite": MISSED}
+    return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=low, **fields)
 
 
 def no_rejections(analyses: Sequence[Analysis], max: int = 0) -> GateRecord:
@@ -193,7 +195,8 @@ def no_rejections(analyses: Sequence[Analysis], max: int = 0) -> GateRecord:
     verdict = PASS if count <= max and refused <= max else FAIL
     decisive = sorted(analyses, key=lambda a: sum(n for lanes in a.rejections.values() for n in lanes.values()))[-1]
     method = "Clopper-Pearson upper bound" if not count else ""
-    return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=value, bound=float(max), bound_text=limit, method=method)
+    fields: dict[str, Any] = {"bound": float(max), "bound_text": limit, "method": method, "fails_despite": MISSED}
+    return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=value, **fields)
 
 
 def _classes(analyses: Sequence[Analysis]) -> str:
@@ -218,9 +221,8 @@ def no_preemptions(analyses: Sequence[Analysis], max: int = 0) -> GateRecord:
     sent = total(analyses, "requests.sent")
     over = f" over {sent.number():.0f} requests" if isinstance(sent, Reading) else ""
     verdict = PASS if value.number() <= max else FAIL
-    return gate(
-        name, quantity, verdict, f"{value.number():.0f} preemptions{over}, {limit}", analyses, value=value, bound=float(max), bound_text=limit
-    )
+    text = f"{value.number():.0f} preemptions{over}, {limit}"
+    return gate(name, quantity, verdict, text, analyses, value=value, bound=float(max), bound_text=limit, fails_despite=MISSED)
 
 
 def returns_to_idle(analyses: Sequence[Analysis]) -> GateRecord:

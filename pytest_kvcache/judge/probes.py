@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
-from pytest_kvcache.judge.wording import beside, gate, missing, show
+from pytest_kvcache.judge.wording import MISSED, beside, gate, missing, show
 from pytest_kvcache.load.contract import OK, OVER_LENGTH, STOPPED_EARLY
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord, SnapshotRecord
@@ -41,9 +41,8 @@ def near_max_served(analyses: Sequence[Analysis]) -> GateRecord:
             kinds = ", ".join(f"{sum(lanes.values())} {kind}" for kind, lanes in analysis.rejections.items()) or "no full answer"
             error = next((text for text in analysis.errors.values()), "")
             text = f"{served.number():.0f} of {sent.number():.0f} requests close to the limit answered in full ({shape}): {kinds}"
-            return gate(
-                name, quantity, FAIL, text + (f": {error[:200]}" if error else ""), analyses, decisive=analysis, value=served, bound_text=bound
-            )
+            text += f": {error[:200]}" if error else ""
+            return gate(name, quantity, FAIL, text, analyses, decisive=analysis, value=served, bound_text=bound, fails_despite=MISSED)
         if length < NEAR_MAX * limit.number():
             text = f"the longest request had {length:,.0f} of {limit.number():,.0f} tokens, which is not close to the limit"
             return gate(name, quantity, INCONCLUSIVE, text, analyses, decisive=analysis, value=served, bound_text=bound)
@@ -105,7 +104,7 @@ def over_limit_refused(analyses: Sequence[Analysis]) -> GateRecord:
             said = [f"{answered:.0f} answered"] if answered else []
             said += [f"{number} {kind}: {analysis.errors.get(kind, '')[:200]}" for kind, number in others.items()]
             text = f"a prompt of {shape} was not refused as too long, but {'; '.join(said) or 'got no answer'}"
-            return gate(name, quantity, FAIL, text, analyses, decisive=analysis, value=value, bound_text=bound)
+            return gate(name, quantity, FAIL, text, analyses, decisive=analysis, value=value, bound_text=bound, fails_despite=MISSED)
         if not analysis.run.record.after:
             text = f"a prompt of {shape} was refused, and then the server could no longer be read"
             return gate(name, quantity, FAIL, text, analyses, decisive=analysis, value=value, bound_text=bound)

@@ -18,6 +18,9 @@ CONFIDENCE = 0.95
 FEWEST_WINDOWS = 2
 MOST_WINDOWS = 200
 MOST_ITEMS = 100_000
+MOST_TIMES = 50
+RARE = 0.10
+"""How high the upper bound of a rate may be, per request, where no event was seen: 30 requests without one bound it by a tenth."""
 
 
 def proportion_upper(count: int, of: int, confidence: float = CONFIDENCE) -> float:
@@ -129,9 +132,11 @@ def _windows_needed(there: int, spread: float, freedom: int, distance: float) ->
 
 @dataclass(frozen=True, slots=True)
 class RateChange:
-    """Two counts over their exposures: ``p_worse`` of the exact one-sided test that the rate rose, and the upper bound of their ratio.
+    """Two counts over their exposures: ``p_worse`` of the exact one-sided test that the rate rose by more than the margin, the upper bound of
+    the ratio of the rates, and that of the rate after the change.
 
-    ``dispersion`` above 1 says that events come in bursts; the counts were then weighed as that many times fewer.
+    ``dispersion`` above 1 says that events come in bursts; the counts were then weighed as that many times fewer. ``needed`` is how
+    much exposure a side would decide, were the rates to stay as they are: None where that is not known.
     """
 
     verdict: str
@@ -139,13 +144,14 @@ class RateChange:
     ratio_upper: float
     rate_upper: float
     dispersion: float = 1.0
+    needed: float | None = None
 
 
-def counts_not_worse(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]], margin: float) -> RateChange:
-    """Judge event counts, each window as (events, exposure): whether their rate after the change is no higher than before.
+def counts_not_worse(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]], margin: float, rare: float = RARE) -> RateChange:
+    """Judge event counts, each window as (events, exposure): whether their rate after the change is higher by no more than ``margin``.
 
-    PASS where none happened after the change (the bound says how rare it may be), or where the ratio of rates is below
-    ``1 + margin``; FAIL where the exact conditional test is significant; else INCONCLUSIVE.
+    PASS where none happened after the change and the upper bound of their rate is at most ``rare`` (an exact Poisson bound), or where the
+    ratio of rates is below ``1 + margin``; FAIL where the exact conditional test shows it above; else INCONCLUSIVE.
     """
     k1, e1 = sum(k for k, _ in before), sum(e for _, e in before)
     k2, e2 = sum(k for k, _ in after), sum(e for _, e in after)
@@ -153,15 +159,27 @@ def counts_not_worse(before: Sequence[tuple[int, float]], after: Sequence[tuple[
         return RateChange(INCONCLUSIVE, 1.0, math.inf, math.inf)
     rate_upper = float(_special().gammaincinv(k2 + 1, CONFIDENCE)) / e2
     if k2 == 0:
-        return RateChange(PASS, 1.0, math.inf if k1 == 0 else 1.0, rate_upper)
+        ratio = math.inf if k1 == 0 else 1.0
+        if rate_upper <= rare:
+            return RateChange(PASS, 1.0, ratio, rate_upper)
+        return RateChange(INCONCLUSIVE, 1.0, ratio, rate_upper, needed=rate_upper * e2 / rare if rare > 0 else None)
     phi = max(1.0, _dispersion([before, after]))
-    w1, w2 = round(k1 / phi), max(1, round(k2 / phi))
-    share = e2 / (e1 + e2)
-    p_worse = binomial_tail(w2, w1 + w2, share)
-    upper = proportion_upper(w2, w1 + w2)
+    weighed = round(k1 / phi), max(1, round(k2 / phi))
+    verdict, p_worse, ratio_upper = _two_rates(*weighed, e1, e2, margin)
+    needed = None
+    if verdict == INCONCLUSIVE:
+        scales = range(2, MOST_TIMES + 1)
+        times = next((n for n in scales if _two_rates(weighed[0] * n, weighed[1] * n, e1, e2, margin)[0] != INCONCLUSIVE), None)
+        needed = times * e2 if times is not None else None
+    return RateChange(verdict, p_worse, ratio_upper, rate_upper, phi, needed)
+
+
+def _two_rates(k1: int, k2: int, e1: float, e2: float, margin: float) -> tuple[str, float, float]:
+    """Return (verdict, p of a ratio above 1 + margin, upper bound of the ratio): given their sum, one count of two Poisson counts is binomial."""
+    p_worse = binomial_tail(k2, k1 + k2, e2 * (1 + margin) / (e1 + e2 * (1 + margin)))
+    upper = proportion_upper(k2, k1 + k2)
     ratio_upper = upper / (1 - upper) * e1 / e2 if upper < 1 else math.inf
-    verdict = FAIL if p_worse < 1 - CONFIDENCE else PASS if ratio_upper <= 1 + margin else INCONCLUSIVE
-    return RateChange(verdict, p_worse, ratio_upper, rate_upper, phi)
+    return (FAIL if p_worse < 1 - CONFIDENCE else PASS if ratio_upper <= 1 + margin else INCONCLUSIVE), p_worse, ratio_upper
 
 
 def _dispersion(sides: Sequence[Sequence[tuple[int, float]]]) -> float:

@@ -7,9 +7,13 @@ from typing import Any
 
 from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
-from pytest_kvcache.conditions import INVALID, NOT_APPLICABLE
+from pytest_kvcache.conditions import FAIL, INVALID, NOT_APPLICABLE
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord, ValueRecord
+
+MISSED = ("coverage", "gap", "incomplete", "too_few", "under_load", "clock")
+"""Rules that say that something was missed, or that the server was pressed less than planned. What was seen all the same (a counter that
+moved, a refusal in our own log, a sample above the bound) is no less true for it: a FAIL on it stands, while a PASS cannot."""
 
 
 def show(value: Value) -> str:
@@ -58,16 +62,24 @@ def gate(
     decisive: Analysis | None = None,
     value: Value | None = None,
     spoilt_by: Container[str] | None = None,
+    fails_despite: Container[str] = (),
     **fields: Any,
 ) -> GateRecord:
     """Return the record of a gate judged on ``analyses``. Where one of them is unsound, the verdict is INVALID and the text says why.
 
     ``decisive`` is the window that the verdict rests on most; the evidence path is its own. ``spoilt_by`` names the rules of
-    soundness that matter to this gate; all of them where it is not given.
+    soundness that matter to this gate; all of them where it is not given. ``fails_despite`` names those that a FAIL stands against:
+    what was seen was seen, however much else was missed.
     """
     seen = decisive or analyses[0]
     if verdict != NOT_APPLICABLE:
-        unsound = [(analysis, problem) for analysis in analyses for problem in analysis.problems if spoilt_by is None or problem.rule in spoilt_by]
+        ignored = fails_despite if verdict == FAIL else ()
+        unsound = [
+            (analysis, problem)
+            for analysis in analyses
+            for problem in analysis.problems
+            if (spoilt_by is None or problem.rule in spoilt_by) and problem.rule not in ignored
+        ]
         if unsound:
             where, problem = unsound[0]
             more = f" (and {len(unsound) - 1} more)" if len(unsound) > 1 else ""

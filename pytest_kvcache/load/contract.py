@@ -74,7 +74,7 @@ FAILED_NOTE = "failed"
 ENVIRONMENT = "PYTEST_KVCACHE_LOAD_JSON"
 
 _WORKLOAD_OPTIONS = (
-    "lanes", "users", "duration_s", "requests", "output_tokens", "api", "max_model_len", "ramp_s", "think_s", "ignore_eos",
+    "lanes", "users", "duration_s", "requests", "output_tokens", "api", "ramp_s", "think_s", "ignore_eos",
     "extra_body", "profile_options", "endpoints",
 )  # fmt: skip
 
@@ -176,9 +176,10 @@ def merge_files(parts: Iterable[Path], path: Path) -> int:
 
 
 def workload_hash(start: LoadStart) -> str:
-    """Return a hash over what was asked of the server: profile, seed, lengths, users, duration; not over the nonce or addresses.
+    """Return a hash over what was asked of the server: profile, seed, options, users, duration; not over the nonce or addresses.
 
-    Two Runs with the same hash pressed with the same lengths in the same order. ``endpoints`` counts how many there were.
+    Two Runs with the same hash drew their lengths from the same numbers; where a profile sizes its prompts by the server's longest
+    context the lengths themselves may differ, and the rows tell them. ``endpoints`` counts how many there were.
     """
     asked: dict[str, Any] = {name: start.options.get(name) for name in _WORKLOAD_OPTIONS}
     asked["endpoints"] = len(asked["endpoints"] or ())

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from made_run import T0, MadeRun, closed_loop, request, sample, snapshot
+from made_run import T0, MadeRun, closed_loop, refused, request, sample, snapshot
 
 from pytest_kvcache.analysis.soundness import Facts, Limits, problems
 from pytest_kvcache.analysis.timeline import analyse
@@ -46,6 +46,10 @@ BROKEN: dict[str, tuple[str, MadeRun]] = {
     "prompts of another length": ("lengths", MadeRun(rows=WRONG)),
     "prompts that are shorter": ("lengths", MadeRun(rows=[request(i, i * 0.2, prompt_tokens=90) for i in range(10)])),
     "clocks that disagree": ("clock", MadeRun(record={"load_started_wall_s": T0 + 30, "load_ended_wall_s": T0 + 60})),
+    "a clock that was set forward": ("clock", MadeRun(record={"clock_step_s": 3600.0})),
+    "a clock that was set back": ("clock", MadeRun(record={"clock_step_s": -2.5})),
+    "fewer users than planned": ("under_load", MadeRun(options={"users": 8, "think_s": 0.0})),
+    "an open loop that fell behind": ("under_load", MadeRun(options={"scheduled": 40})),
     "telemetry that covers a part": ("coverage", MadeRun(samples=polled(ROWS, lambda i: i < 24))),
     "telemetry that mostly fails": ("coverage", MadeRun(samples=failing_reads(ROWS))),
     "no telemetry": ("coverage", MadeRun(samples=[])),
@@ -96,6 +100,11 @@ def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
             notes=[LoadNote(T0 - 0.1, "prepared", values={"requests": 4, "prompt_tokens": 800})],
         ),
         MadeRun(samples=polled(ROWS, lambda i: i % 3 != 1)),
+        MadeRun(options={"users": 8, "think_s": 1.0}),
+        MadeRun(options={"users": 2}),
+        MadeRun(rows=[*ROWS, refused(99, 1.0, "queue_full")], options={"users": 8}),
+        MadeRun(options={"scheduled": 16, "users": 64}),
+        MadeRun(record={"clock_step_s": 0.2}),
     ],
     ids=[
         "one request asked for",
@@ -106,6 +115,11 @@ def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
         "a nudge beside the load",
         "what preparation asked",
         "lost samples",
+        "users who think",
+        "all users at work",
+        "users who back off after a refusal",
+        "an open loop that kept its schedule",
+        "a clock that is slewed",
     ],
 )
 def test_what_is_sound_is_not_called_unsound(tmp_path: Path, made: MadeRun) -> None:

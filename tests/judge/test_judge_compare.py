@@ -183,6 +183,35 @@ def test_what_is_not_alike_is_not_compared(side: Make, record: dict[str, Any], s
     assert comparison.problems
 
 
+def test_a_missing_repeat_cannot_pass(side: Make) -> None:
+    planned = {"record": {"planned_windows": 5}}
+    assert compare(side(5, **planned), side(5, **planned)).verdict == PASS
+    comparison = compare(side(5, **planned), side(4, **planned))
+    gate = by_name(comparison.gates)["ttft_not_worse"]
+    assert comparison.verdict == gate.verdict == INCONCLUSIVE
+    assert "after the change window 5 of 5 missing, so it cannot pass" in gate.text
+    assert compare(side(5, **planned), side(4, length_s=1.0, **planned)).verdict == FAIL
+
+
+def test_lengths_that_were_planned_decide_and_not_the_longest_context(side: Make) -> None:
+    longer = {"before": [snapshot(T0 - 1, max_model_len=2048)], "after": [snapshot(T0 + 5, max_model_len=2048)]}
+    comparison = compare(side(), side(**longer))
+    assert comparison.verdict == PASS
+    assert [(change.name, change.after) for change in comparison.config_diff] == [("max_model_len", "2,048 tokens")]
+    stretched = [closed_loop(prompt=104)[i] for i in range(16)]
+    assert compare(side(), side(rows=stretched)).verdict == PASS, "within what lengths can be planned to"
+    comparison = compare(side(), side(rows=closed_loop(prompt=200)))
+    assert comparison.verdict == INVALID
+    assert "request 0 of lane normal has prompt 100 tokens before and 200 after" in comparison.gates[0].text
+    assert "--kv-expect-change max_model_len" in comparison.gates[0].text
+
+
+def test_too_few_requests_without_an_event_decide_nothing(side: Make) -> None:
+    gate = by_name(compare(side(2, length_s=1.5), side(2, length_s=1.5)).gates)["rejections_not_worse"]
+    assert gate.verdict == INCONCLUSIVE
+    assert "about 30 requests a side would decide it (there are 8), or 8 windows of these" in gate.text
+
+
 def test_another_load_is_not_compared(side: Make) -> None:
     after = side(record={"workload": "other"})
     comparison = compare(side(), after)

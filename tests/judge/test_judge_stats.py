@@ -120,10 +120,11 @@ def test_ratios_are_told_as_shares() -> None:
 
 
 def test_counts_by_the_conditional_test() -> None:
-    # five after against none before, equal exposure: 1/32
-    assert stats.counts_not_worse([(0, 100)], [(5, 100)], 0.5).p_worse == pytest.approx(1 / 32)
-    assert stats.counts_not_worse([(0, 100)], [(5, 100)], 0.5).verdict == FAIL
-    assert stats.counts_not_worse([(0, 100)], [(4, 100)], 0.5).verdict == INCONCLUSIVE
+    # five after against none before, equal exposure: 1/32 at equal rates, 0.6 to the fifth where the rate may be half as high again
+    assert stats.counts_not_worse([(0, 100)], [(5, 100)], 0.0).p_worse == pytest.approx(1 / 32)
+    assert stats.counts_not_worse([(0, 100)], [(5, 100)], 0.5).p_worse == pytest.approx(0.6**5)
+    assert stats.counts_not_worse([(0, 100)], [(6, 100)], 0.5).verdict == FAIL
+    assert stats.counts_not_worse([(0, 100)], [(5, 100)], 0.5).verdict == INCONCLUSIVE
     zero = stats.counts_not_worse([(0, 200)], [(0, 200)], 0.5)
     assert zero.verdict == PASS
     assert zero.rate_upper == pytest.approx(-math.log(0.05) / 200)
@@ -133,7 +134,7 @@ def test_counts_by_the_conditional_test() -> None:
 
 
 def test_events_that_come_in_bursts_weigh_less() -> None:
-    calm = stats.counts_not_worse([(10, 100)] * 4, [(15, 100)] * 4, 0.5)
+    calm = stats.counts_not_worse([(10, 100)] * 4, [(22, 100)] * 4, 0.5)
     bursts = stats.counts_not_worse([(0, 100), (40, 100), (0, 100), (0, 100)], [(60, 100), (0, 100), (0, 100), (0, 100)], 0.5)
     assert calm.verdict == FAIL
     assert bursts.verdict == INCONCLUSIVE
@@ -178,6 +179,21 @@ def test_false_fail_of_equal_rates_stays_under_its_level() -> None:
         for _ in range(trials)
     )
     assert failed / trials < 0.06
+
+
+def test_none_in_few_requests_is_no_pass_and_says_how_many_would_do() -> None:
+    few = stats.counts_not_worse([(0, 20)], [(0, 20)], 0.5, 0.10)
+    assert few.verdict == INCONCLUSIVE
+    assert few.needed == pytest.approx(-math.log(0.05) / 0.10)
+    assert stats.counts_not_worse([(0, 20)], [(0, few.needed + 0.01)], 0.5, 0.10).verdict == PASS
+
+
+def test_the_exposure_that_would_decide_counts_does_decide() -> None:
+    found = stats.counts_not_worse([(4, 100)], [(5, 100)], 0.5)
+    assert found.verdict == INCONCLUSIVE
+    assert found.needed is not None
+    times = round(found.needed / 100)
+    assert stats.counts_not_worse([(4 * times, 100 * times)], [(5 * times, 100 * times)], 0.5).verdict != INCONCLUSIVE
 
 
 windows = st.lists(st.floats(min_value=1e-6, max_value=1e6, allow_nan=False), min_size=2, max_size=6)

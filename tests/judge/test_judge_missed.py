@@ -1,0 +1,41 @@
+"""What was seen is evidence however much was missed: a FAIL on counters, refusals and samples stands, and a PASS does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from made_run import T0, MadeRun, closed_loop, refused, sample, snapshot
+
+from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.judge import gates
+from pytest_kvcache.judge.gates import FAIL, INVALID
+
+THIN = {"a few samples": MadeRun(samples=[sample(closed_loop(), T0 + 0.4, preemptions=0.0)]), "rows cut off": MadeRun(no_end=True)}
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_what_was_seen_fails_however_much_was_missed(tmp_path: Path, name: str) -> None:
+    made = dataclasses.replace(THIN[name], rows=[*closed_loop(), refused(99, 1.0, "queue_full")], after=[snapshot(T0 + 5, preemptions=3)])
+    seen = [analyse(made.write(tmp_path / "1-normal"))]
+    assert seen[0].problems
+    assert gates.no_rejections(seen).verdict == FAIL
+    assert gates.no_preemptions(seen).verdict == FAIL
+    assert gates.peak_usage(seen, 0.01).verdict == FAIL
+    assert gates.free_space(seen, 126).verdict == FAIL
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_what_was_not_seen_passes_nothing_where_much_was_missed(tmp_path: Path, name: str) -> None:
+    seen = [analyse(THIN[name].write(tmp_path / "1-normal"))]
+    for judged in (gates.no_rejections(seen), gates.no_preemptions(seen), gates.peak_usage(seen, 0.99), gates.free_space(seen, 1)):
+        assert judged.verdict == INVALID
+        assert "to mend it" in judged.text
+
+
+def test_a_refusal_that_others_may_have_caused_is_no_evidence(tmp_path: Path) -> None:
+    made = MadeRun(
+        rows=[*closed_loop(), refused(99, 1.0, "queue_full")], before=[snapshot(T0 - 1, finished=0)], after=[snapshot(T0 + 5, finished=90)]
+    )
+    assert gates.no_rejections([analyse(made.write(tmp_path / "1-normal"))]).verdict == INVALID
