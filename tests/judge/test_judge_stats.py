@@ -184,6 +184,7 @@ def test_false_fail_of_equal_rates_stays_under_its_level() -> None:
 def test_none_in_few_requests_is_no_pass_and_says_how_many_would_do() -> None:
     few = stats.counts_not_worse([(0, 20)], [(0, 20)], 0.5, 0.10)
     assert few.verdict == INCONCLUSIVE
+    assert few.needed is not None
     assert few.needed == pytest.approx(-math.log(0.05) / 0.10)
     assert stats.counts_not_worse([(0, 20)], [(0, few.needed + 0.01)], 0.5, 0.10).verdict == PASS
 
