@@ -21,11 +21,12 @@ from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import take_snapshot_raw
 from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.items import Item
-from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, SnapshotRecord, ValueRecord
+from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, SnapshotRecord, StartMemory, ValueRecord
 from pytest_kvcache.runfolder import Run, write_atomic, write_run
 from pytest_kvcache.server.endpoint import Endpoint, complete
 from pytest_kvcache.server.shown import shown_settings
-from pytest_kvcache.server.startlog import redact
+from pytest_kvcache.server.startlog import read_log_head, redact
+from pytest_kvcache.server.startlogs.memory import read_memory
 from pytest_kvcache.server.transport import ask
 from pytest_kvcache.settings import MOST_USERS, Settings
 
@@ -45,6 +46,7 @@ class Target:
     embedded: bool = False
     command: Sequence[str] = ()
     fresh: bool = False
+    variant: str = ""
     provenance: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -348,12 +350,20 @@ def _keep_run(target: Target, settings: Settings, folder: Path, before: Sequence
         settings=shown_settings(settings),
         config=effective_config(before),
         before=list(before),
+        start_memory=_start_memory(target),
+        variant=target.variant,
         versions=version_facts(first.engine, first.version),
         machine=machine_facts(),
         provenance=dict(target.provenance),
         **fields,
     )
     return write_run(folder, record)
+
+
+def _start_memory(target: Target) -> list[StartMemory]:
+    """Return what the logs of owned servers state of their memory."""
+    logs = [(number, endpoint.log) for number, endpoint in enumerate(target.endpoints) if endpoint.log is not None]
+    return [worker for number, log in logs for worker in read_memory(read_log_head(log), number)]
 
 
 def _max_model_len(snapshots: Sequence[SnapshotRecord]) -> int | None:

@@ -79,11 +79,43 @@ class GpuRow(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: dict[str, str] = {}
 
 
+class MemoryRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Memory of the machine and of one server's processes on it, in bytes, at one moment.
+
+    ``total_bytes`` and ``available_bytes`` are the machine's own (available: what could be had without swapping), ``limit_bytes`` a
+    limit of the control group (0: none). ``processes`` maps the pid of each process of the server to its resident memory with pages that
+    several share counted once, and ``cpu_s`` is the CPU time that those processes had used up to then.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int = 0
+    processes: dict[str, int] = {}
+    cpu_s: float = 0.0
+
+
+class StartMemory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the start-up log of one worker (one card, one device) states of memory, by part.
+
+    Parts in bytes: ``total``, ``free_at_start``, ``budget`` (the share of the card that it may use), ``weights``, ``consumed`` (weights and what
+    lies outside the framework together, where the log tells no more), ``activation``, ``context`` (outside the framework), ``graphs``,
+    ``workspace``, ``pool`` (in use), ``pool_allowed`` (what this worker had room for) and ``by_hand`` (the pool that the user asked for); and
+    ``utilization``, a ratio.
+    """
+
+    worker: str = ""
+    pid: int | None = None
+    endpoint: int = 0
+    parts: dict[str, ValueRecord] = {}
+
+
 class TelemetryRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sample of one server. ``values`` holds numeric quantities that were there; ``error`` says why a read failed.
 
     ``wall_s`` is Unix seconds on a monotonic clock (wall time at start + monotonic seconds since), so that differences are
     durations and files of one machine join. ``ranks`` holds the numeric quantities of each engine rank, where there are several.
+    ``gpus`` and ``memory`` come twice a second at most: the cards of this machine with the first endpoint, memory with each
+    whose processes run on this machine.
     """
 
     wall_s: float
@@ -91,6 +123,7 @@ class TelemetryRow(msgspec.Struct, frozen=True, omit_defaults=True):
     values: dict[str, float] = {}
     ranks: dict[str, dict[str, float]] = {}
     gpus: list[GpuRow] = []
+    memory: MemoryRow | None = None
     read_s: float = 0.0
     error: str = ""
 
@@ -201,6 +234,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ``settings`` maps each option to ``{"value", "source"}``; ``config`` is the effective configuration read back from the
     server; ``workload`` is a hash over profile, seed and arrivals, equal on both sides of a comparison. ``launch_id`` is another for
     each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have; ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
+    ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``).
     """
 
     schema_version: int
@@ -223,6 +257,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     config: dict[str, ValueRecord] = {}
     before: list[SnapshotRecord] = []
     after: list[SnapshotRecord] = []
+    start_memory: list[StartMemory] = []
+    variant: str = ""
     versions: dict[str, str] = {}
     machine: dict[str, Any] = {}
     provenance: dict[str, str] = {}

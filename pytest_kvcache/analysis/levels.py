@@ -92,7 +92,7 @@ def levels(record: RunRecord, series: Sequence[Series], window: Window, load: Pa
         values[f"{column}.tightest"] = _tightest(column, series, window, lowest, values[f"{column}.min"])
     for column in ("usage", "running"):
         drawn(f"{column}.mean", column, pressed, np.mean, "mean of the samples inside the load")
-    values["usage.hottest"], values["usage.spread"] = _balance(series, window, polled, values["usage.peak"])
+    values["usage.hottest"] = _hottest(series, window, polled, values["usage.peak"])
     _at_peak(values, wall_s, columns, since, load)
     counters = {
         name: total_growth(name, [growth(name, one, *_around(record, i), window.since_s) for i, one in enumerate(series)])
@@ -134,34 +134,22 @@ def _tightest(column: str, series: Sequence[Series], window: Window, source: str
     return Reading(min(lowest), QUANTITIES[column].unit, f"{column} {source}, lowest of {len(lowest)} servers")
 
 
-def _balance(series: Sequence[Series], window: Window, source: str, alone: Value) -> tuple[Value, Value]:
-    """Return the peak usage of the fullest server or rank, and how far their mean usages lie apart."""
+def _hottest(series: Sequence[Series], window: Window, source: str, alone: Value) -> Value:
+    """Return the peak usage of the fullest server or rank."""
     import numpy as np
 
     peaks: dict[str, float] = {}
-    means: dict[str, float] = {}
-    for index, one in enumerate(series):
-        if len(one.rank_peak) > 1:
-            for rank, peak in one.rank_peak.items():
-                peaks[f"server {index + 1}, rank {rank}"] = peak
-                means[f"server {index + 1}, rank {rank}"] = one.rank_mean[rank]
-            continue
-        column = one.column("usage")
-        there = column[(one.wall_s >= window.since_s) & np.isfinite(column)]
-        inside = column[(one.wall_s >= window.since_s) & (one.wall_s <= window.until_s) & np.isfinite(column)]
-        if len(there):
-            peaks[f"server {index + 1}"] = float(there.max())
-            means[f"server {index + 1}"] = float((inside if len(inside) else there).mean())
-    if len(peaks) < 2 and len(series) > 1:
-        return alone, Missing(f"{len(peaks)} of {len(series)} servers told their usage, and two are needed to weigh them")
+    for number, one in enumerate(series, start=1):
+        parts = {f"server {number}, rank {rank}": part for rank, part in one.parts.items()} if len(one.parts) > 1 else {f"server {number}": one}
+        for name, part in parts.items():
+            usage = part.column("usage")[part.wall_s >= window.since_s]
+            usage = usage[np.isfinite(usage)]
+            if len(usage):
+                peaks[name] = float(usage.max())
     if len(peaks) < 2:
-        return alone, Missing("one server with one engine rank has nothing to balance", cannot_happen=True)
-    hottest, coldest = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
+        return alone
     top = max(peaks, key=peaks.__getitem__)
-    return (
-        Reading(peaks[top], "ratio", f"usage of {top}, {source}"),
-        Reading(means[hottest] - means[coldest], "ratio", f"mean usage {means[hottest]:.1%} of {hottest} and {means[coldest]:.1%} of {coldest}"),
-    )
+    return Reading(peaks[top], "ratio", f"usage of {top}, {source}")
 
 
 def _at_peak(values: dict[str, Value], wall_s: Floats, columns: dict[str, Floats], mask: Any, load: Payload) -> None:

@@ -25,14 +25,16 @@ _WATCHED = (*GAUGES, *COUNTERS, "start_time", "pool_blocks", "pool_tokens", "usa
 
 @dataclass
 class Series:
-    """The samples of one server in order of time. ``columns`` holds NaN where a sample lacks a quantity; ``failed_s`` failed reads."""
+    """The samples of one server in order of time. ``columns`` holds NaN where a sample lacks a quantity; ``failed_s`` failed reads.
+
+    ``parts`` holds the gauges of each engine rank where the server tells them apart.
+    """
 
     wall_s: Floats
     columns: dict[str, Floats]
     failed_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    rank_peak: dict[str, float] = field(default_factory=dict)
-    rank_mean: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, Series] = field(default_factory=dict)
 
     def column(self, name: str) -> Floats:
         """Return the quantity's column; all NaN where the server never told it."""
@@ -42,14 +44,13 @@ class Series:
         return found if found is not None else np.full(len(self.wall_s), np.nan)
 
 
-def read_series(rows: Iterable[TelemetryRow], endpoints: int, since_s: float, until_s: float) -> list[Series]:
-    """Return one Series per endpoint. Usage of engine ranks is kept as its peak and mean inside the window only."""
+def read_series(rows: Iterable[TelemetryRow], endpoints: int) -> list[Series]:
+    """Return one Series per endpoint, with the gauges of its engine ranks. Raises CannotJudge for a row of no server."""
     import numpy as np
 
     samples: list[list[TelemetryRow]] = [[] for _ in range(max(endpoints, 1))]
     failed: list[list[float]] = [[] for _ in samples]
     errors: list[list[str]] = [[] for _ in samples]
-    ranks: list[dict[str, list[float]]] = [{} for _ in samples]
     for row in rows:
         if not 0 <= row.endpoint < MOST_ENDPOINTS:
             raise CannotJudge(
@@ -59,27 +60,37 @@ def read_series(rows: Iterable[TelemetryRow], endpoints: int, since_s: float, un
             samples.append([])
             failed.append([])
             errors.append([])
-            ranks.append({})
         if row.error:
             failed[row.endpoint].append(row.wall_s)
             if row.error not in errors[row.endpoint] and len(errors[row.endpoint]) < 5:
                 errors[row.endpoint].append(row.error[:300])
             continue
         samples[row.endpoint].append(row)
-        if since_s <= row.wall_s <= until_s:
-            for rank, values in row.ranks.items():
-                if "usage" in values:
-                    ranks[row.endpoint].setdefault(rank, []).append(values["usage"])
     found = []
     for index, mine in enumerate(samples):
         mine.sort(key=lambda row: row.wall_s)
         wall = np.array([row.wall_s for row in mine], dtype=np.float64)
         columns = {name: np.array([row.values.get(name, np.nan) for row in mine], dtype=np.float64) for name in _WATCHED}
         columns = {name: column for name, column in columns.items() if np.isfinite(column).any()}
-        peak = {rank: max(values) for rank, values in ranks[index].items()}
-        mean = {rank: sum(values) / len(values) for rank, values in ranks[index].items()}
-        found.append(Series(wall, columns, failed[index], errors[index], peak, mean))
+        found.append(Series(wall, columns, failed[index], errors[index], _ranks(mine)))
     return found
+
+
+def _ranks(rows: Sequence[TelemetryRow]) -> dict[str, Series]:
+    """Return the gauges of each engine rank of one server, in order of time."""
+    import numpy as np
+
+    walls: dict[str, list[float]] = {}
+    values: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        for rank, told in row.ranks.items():
+            if rank not in walls and len(walls) >= MOST_ENDPOINTS:
+                continue
+            walls.setdefault(rank, []).append(row.wall_s)
+            columns = values.setdefault(rank, {name: [] for name in GAUGES})
+            for name in GAUGES:
+                columns[name].append(told.get(name, np.nan))
+    return {rank: Series(np.array(wall), {name: np.array(column) for name, column in values[rank].items()}) for rank, wall in walls.items()}
 
 
 def combined(series: Sequence[Series], pools: Sequence[float | None], hold_s: float) -> tuple[Floats, dict[str, Floats]]:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvcache.analysis.balance import Balance, balance_values, no_balance, read_balance
+from pytest_kvcache.analysis.cards import ledger_values, read_ledgers, read_telemetry_memory
 from pytest_kvcache.analysis.facts import gather
+from pytest_kvcache.analysis.ledger import CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, config_values, idle_values, levels
 from pytest_kvcache.analysis.payload import Payload, payload
 from pytest_kvcache.analysis.requests import rejections, request_values
@@ -53,7 +56,8 @@ class Analysis:
     """What happened in one Run. The keys of ``values`` are those of ``conditions.KNOWN`` and the textual configuration.
 
     ``lanes`` holds the request quantities of each lane, ``rejections`` counts by class and lane, ``problems`` what makes the Run
-    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any.
+    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any. ``ledgers`` holds the memory of each card (or of the
+    machine), ``balance`` how evenly servers, ranks and cards are used.
     """
 
     run: Run
@@ -65,6 +69,8 @@ class Analysis:
     problems: list[Problem] = field(default_factory=list)
     facts: Facts = field(default_factory=lambda: Facts(loaded=False))
     errors: dict[str, str] = field(default_factory=dict)
+    ledgers: tuple[CardLedger, ...] = ()
+    balance: Balance = field(default_factory=lambda: no_balance("no load was run"))
 
     def value(self, limit: Limit) -> Value:
         """Return what a condition compares: a value of the whole Run, of one lane, or a count of one rejection class."""
@@ -99,14 +105,19 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
         no_load = Missing("no load was run")
         values.update({name: no_load for name in KNOWN if name not in values})
         facts = Facts(loaded=False, tool=tuple(record.problems))
-        return Analysis(run, values, quality=quality, problems=problems(facts, limits), facts=facts)
+        return Analysis(run, values, quality=quality, problems=problems(facts, limits), facts=facts, ledgers=tuple(read_ledgers(run, values)))
     window = _window(run, rows)
-    series = read_series(read_lines(run.folder / "telemetry.jsonl", TelemetryRow), len(record.endpoints), window.since_s, window.until_s)
+    series = read_series(read_lines(run.folder / "telemetry.jsonl", TelemetryRow), len(record.endpoints))
     load = payload(rows)
     seen = levels(record, series, window, load)
     values.update(seen.values)
     until_s = _measured_until(run, window)
     values.update(request_values(rows, rows.endpoint >= 0, window.since_s, until_s))
+    memory = read_telemetry_memory(run)
+    ledgers = tuple(read_ledgers(run, values, memory))
+    values.update(ledger_values(ledgers, memory, window.since_s, window.until_s))
+    evenness = read_balance(series, ledgers, window.since_s, window.until_s, max(3.0 / window.hz, 1.0) if window.hz else 2.0)
+    values.update(balance_values(evenness))
     lanes = {name: request_values(rows, rows.lane_is(name), window.since_s, until_s) for name in rows.lanes}
     facts = gather(record, rows, frame, series, window, seen, load, values["ttft_sent.p50"])
     values["scrape.coverage"] = (
@@ -122,6 +133,8 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
         problems=problems(facts, limits),
         facts=facts,
         errors=dict(frame.errors),
+        ledgers=ledgers,
+        balance=evenness,
     )
 
 

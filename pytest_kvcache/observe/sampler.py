@@ -13,10 +13,11 @@ from pathlib import Path
 from pytest_kvcache.engines import Dialect, Values, read_values
 from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.observe.gpu import read_gpus
+from pytest_kvcache.observe.memory import ProcessReader
 from pytest_kvcache.observe.sampled import SAMPLED
 from pytest_kvcache.observe.scrape import Reader
 from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import GpuRow, TelemetryRow
+from pytest_kvcache.records import GpuRow, MemoryRow, TelemetryRow
 from pytest_kvcache.runfolder import encode_line
 from pytest_kvcache.server.address import Endpoint
 
@@ -26,6 +27,8 @@ __all__ = ["SAMPLED", "Sampler", "SamplerStats"]
 # must be in every later one.
 _TELLING = ("usage", "used_blocks", "used_tokens", "running")
 _GPU_HZ = 2.0
+# Adding up the pages of a process with a large pool takes the kernel milliseconds.
+_MEMORY_HZ = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Sampler:
     """Samples endpoints at ``hz`` looks a second each, in a thread each, until stopped. A context manager as well.
 
     Rows go to ``folder/telemetry.jsonl`` and are with the operating system when the next look begins, so that a killed process loses
-    none. ``gpus`` reads the cards of this machine twice a second beside it; they come with the rows of the first endpoint.
+    none. ``gpus`` reads the cards of this machine twice a second beside it; they come with the rows of the first endpoint. ``memory`` reads
+    the processes of each endpoint whose processes run on this machine, once a second.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Sampler:
         *,
         dialects: Sequence[Dialect],
         gpus: bool = True,
+        memory: bool = True,
         timeout_s: float = 5.0,
     ) -> None:
         if not endpoints or len(endpoints) != len(dialects) or not hz > 0:
@@ -84,12 +89,14 @@ class Sampler:
         self.path = folder / "telemetry.jsonl"
         self._pairs = list(zip(endpoints, dialects, strict=True))
         self._gpus_wanted = gpus
+        self._memory_wanted = memory
         self._lanes: list[_Lane] = []
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._file: _RowFile | None = None
         self._gpu_rows: list[GpuRow] | None = None
+        self._memory_rows: dict[int, MemoryRow] = {}
         self._latest: TelemetryRow | None = None
         self._wall_base = 0.0
         self._began = 0.0
@@ -126,6 +133,8 @@ class Sampler:
         targets = [threading.Thread(target=self._sample, args=(n,), name=f"kv-sampler-{n}", daemon=True) for n in range(len(self._lanes))]
         if self._gpus_wanted:
             targets.append(threading.Thread(target=self._watch_gpus, name="kv-sampler-gpus", daemon=True))
+        if self._memory_wanted:
+            targets.append(threading.Thread(target=self._watch_memory, name="kv-sampler-memory", daemon=True))
         self._threads = targets
         for thread in targets:
             thread.start()
@@ -202,6 +211,7 @@ class Sampler:
             values=_numbers(values.whole),
             ranks={part: _numbers(quantities) for part, quantities in values.ranks.items()},
             gpus=gpus,
+            memory=self._take_memory(number),
             read_s=time.monotonic() - began,
             error=error,
         )
@@ -233,6 +243,24 @@ class Sampler:
             with self._lock:
                 self._gpu_rows = rows
             self._ended.wait(period)
+
+    def _watch_memory(self) -> None:
+        """Read the servers' processes beside the endpoints, as long as any of them can be read."""
+        period = 1.0 / min(_MEMORY_HZ, self.hz)
+        readers = {number: reader for number, (endpoint, _) in enumerate(self._pairs) if (reader := ProcessReader(endpoint)).known}
+        while readers and not self._ended.is_set():
+            for number, reader in list(readers.items()):
+                row = reader.read()
+                if isinstance(row, Missing):
+                    del readers[number]
+                    continue
+                with self._lock:
+                    self._memory_rows[number] = row
+            self._ended.wait(period)
+
+    def _take_memory(self, number: int) -> MemoryRow | None:
+        with self._lock:
+            return self._memory_rows.pop(number, None)
 
     def _take_gpus(self) -> list[GpuRow]:
         with self._lock:

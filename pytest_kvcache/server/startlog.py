@@ -20,7 +20,19 @@ from pytest_kvcache.server.startlogs.tgi import TgiLog
 from pytest_kvcache.server.startlogs.trtllm import TrtllmLog
 from pytest_kvcache.server.startlogs.vllm import VllmLog
 
-__all__ = ["READERS", "StartLog", "facts", "last_lines", "read_facts", "read_log", "read_log_tail", "redact", "root_cause", "strip_escapes"]
+__all__ = [
+    "READERS",
+    "StartLog",
+    "facts",
+    "last_lines",
+    "read_facts",
+    "read_log",
+    "read_log_head",
+    "read_log_tail",
+    "redact",
+    "root_cause",
+    "strip_escapes",
+]
 
 READERS: tuple[type[LogReader], ...] = (VllmLog, LlamaLog, SglangLog, TrtllmLog, TgiLog, LmdeployLog)
 
@@ -56,12 +68,16 @@ def read_log_tail(path: Path, limit_bytes: int = 1 << 20) -> str:
 
 def read_facts(path: Path, limit_bytes: int = 8 << 20) -> dict[str, Value]:
     """Return what the start-up lines of a log file state; they stand in its first ``limit_bytes``. {} where it cannot be read."""
+    return facts(read_log_head(path, limit_bytes))
+
+
+def read_log_head(path: Path, limit_bytes: int = 8 << 20) -> str:
+    """Return the first ``limit_bytes`` of a log as text; "" where it cannot be read."""
     try:
         with path.open("rb") as file:
-            data = file.read(limit_bytes)
+            return file.read(limit_bytes).decode("utf-8", "replace")
     except OSError:
-        return {}
-    return facts(data.decode("utf-8", "replace"))
+        return ""
 
 
 def facts(text: str) -> dict[str, Value]:

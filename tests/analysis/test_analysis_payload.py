@@ -69,9 +69,9 @@ def test_coverage_is_a_share_and_its_gap_lies_in_the_window(times: list[float], 
 
 def test_a_damaged_server_number_is_refused_and_fills_no_memory(tmp_path: Path) -> None:
     with pytest.raises(CannotJudge, match="no such server"):
-        read_series([TelemetryRow(T0, endpoint=10**9)], 1, T0, T0 + 1)
+        read_series([TelemetryRow(T0, endpoint=10**9)], 1)
     with pytest.raises(CannotJudge, match="no such server"):
-        read_series([TelemetryRow(T0, endpoint=-1)], 1, T0, T0 + 1)
+        read_series([TelemetryRow(T0, endpoint=-1)], 1)
 
 
 def test_a_thousand_lanes_stay_apart(tmp_path: Path) -> None:

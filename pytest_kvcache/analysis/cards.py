@@ -1,0 +1,340 @@
+"""The ledgers of one Run: its cards and the machine's memory, from telemetry, start-up logs and what the server states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pytest_kvcache import units
+from pytest_kvcache.analysis.ledger import GPU, HOST, CardLedger, Facts, Part, reconcile
+from pytest_kvcache.engines import DIALECTS
+from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.records import GpuRow, MemoryRow, StartMemory
+from pytest_kvcache.runfolder import Run, read_lines
+from pytest_kvcache.server.startlogs.memory import read_memory
+
+if TYPE_CHECKING:
+    from pytest_kvcache.analysis.timeline import Analysis
+
+_MOST_CARDS = 4096
+_PARTS = (
+    "pool",
+    "weights",
+    "activation",
+    "graphs",
+    "workspace",
+    "context",
+    "budget",
+    "utilization",
+    "total",
+    "free_at_start",
+    "pool_allowed",
+    "consumed",
+)
+_NO_SHARE = frozenset({"llamacpp"})
+_WORDS = 4 << 20
+
+
+class _Look(msgspec.Struct):
+    """What a line of telemetry says of memory; everything else in it is passed over."""
+
+    wall_s: float
+    endpoint: int = 0
+    gpus: list[GpuRow] = []
+    memory: MemoryRow | None = None
+
+
+@dataclass
+class Memory:
+    """The memory that a Run's telemetry saw: each card and each server's processes where they were fullest, and how they moved.
+
+    ``cards`` and ``hosts`` hold the moment and the row; ``other_bytes`` lowest and highest of what other processes held; ``cpu_s`` the CPU time of
+    each server's processes at each look.
+    """
+
+    cards: dict[tuple[str, str], tuple[float, GpuRow]] = field(default_factory=dict)
+    hosts: dict[int, tuple[float, MemoryRow]] = field(default_factory=dict)
+    pids: dict[int, set[str]] = field(default_factory=dict)
+    other_bytes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    cpu_s: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+
+
+def read_telemetry_memory(run: Run) -> Memory:
+    """Return what telemetry.jsonl says of memory. Raises CannotJudge on a broken line."""
+    found = Memory()
+    for look in read_lines(run.folder / "telemetry.jsonl", _Look):
+        if look.memory is not None and len(found.hosts) < _MOST_CARDS:
+            held = sum(look.memory.processes.values())
+            before = found.hosts.get(look.endpoint)
+            if before is None or held > sum(before[1].processes.values()):
+                found.hosts[look.endpoint] = (look.wall_s, look.memory)
+            found.pids.setdefault(look.endpoint, set()).update(look.memory.processes)
+            found.cpu_s.setdefault(look.endpoint, []).append((look.wall_s, look.memory.cpu_s))
+        for card in look.gpus:
+            key = (card.host, card.uuid or str(card.index))
+            if key not in found.cards and len(found.cards) >= _MOST_CARDS:
+                continue
+            known = found.cards.get(key)
+            if known is None or card.used_bytes > known[1].used_bytes:
+                found.cards[key] = (look.wall_s, card)
+            others = _others_of(card, set().union(*found.pids.values()) if found.pids else set())
+            if others is not None:
+                low, high = found.other_bytes.get(key, (others, others))
+                found.other_bytes[key] = (min(low, others), max(high, others))
+    return found
+
+
+def _others_of(card: GpuRow, ours: set[str]) -> float | None:
+    if not card.processes or not ours & card.processes.keys():
+        return None
+    return float(sum(held for pid, held in card.processes.items() if pid not in ours))
+
+
+def start_memory(run: Run) -> list[StartMemory]:
+    """Return what the start-up logs of the Run's servers state: as recorded, else out of its server.log."""
+    if run.record.start_memory:
+        return list(run.record.start_memory)
+    try:
+        with (run.folder / "server.log").open("rb") as file:
+            return read_memory(file.read(_WORDS).decode("utf-8", "replace"))
+    except OSError:
+        return []
+
+
+def read_ledgers(run: Run, values: Mapping[str, Value], memory: Memory | None = None) -> list[CardLedger]:
+    """Return the ledgers of a Run: one a card where cards were seen, else one for each server whose processes were; of a start-up log alone
+    one a worker. Raises CannotJudge on a broken line of telemetry.
+    """
+    memory = read_telemetry_memory(run) if memory is None else memory
+    start = start_memory(run)
+    if memory.cards:
+        return _of_cards(run, values, memory, start)
+    if memory.hosts:
+        return [_of_host(run, values, memory, start, endpoint) for endpoint in sorted(memory.hosts)]
+    return log_ledgers(start, run.record.engine)
+
+
+def log_ledgers(start: Sequence[StartMemory], engine: str = "") -> list[CardLedger]:
+    """Return what start-up logs alone tell, one ledger a worker; those that state neither pool nor weights are left out."""
+    workers = [worker for worker in start if worker.parts.keys() & {"pool", "weights", "free_at_start"}]
+    return [
+        reconcile(
+            Facts(
+                f"worker {worker.worker}" if worker.worker else "the card of the start-up log",
+                GPU,
+                stated=stated_of(worker),
+                by_hand=by_hand_of(worker, {}),
+                has_share=engine not in _NO_SHARE,
+            )
+        )
+        for worker in workers
+    ]
+
+
+def card_ledgers(analysis: Analysis) -> list[CardLedger]:
+    """Return the ledgers of an Analysis, as it holds them."""
+    return list(analysis.ledgers)
+
+
+def stated_of(worker: StartMemory) -> dict[str, Value]:
+    """Return the parts of one worker's log by name."""
+    return {name: record.to_value() for name, record in worker.parts.items() if name in _PARTS}
+
+
+def by_hand_of(worker: StartMemory | None, values: Mapping[str, Value]) -> str:
+    """Return how the user set the pool's size; "" where the engine chose it."""
+    override = values.get("num_gpu_blocks_override")
+    if isinstance(override, Reading):
+        return f"num_gpu_blocks_override {units.show(override.value, override.unit)}"
+    asked = worker.parts["by_hand"].to_value() if worker is not None and "by_hand" in worker.parts else None
+    return f"to {units.show(asked.value, asked.unit)}" if isinstance(asked, Reading) else ""
+
+
+def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequence[StartMemory]) -> list[CardLedger]:
+    ours = set().union(*memory.pids.values()) if memory.pids else set()
+    cards = sorted(memory.cards.items(), key=lambda item: (item[1][1].host, item[1][1].index))
+    served = [key for key, (_, card) in cards if ours & card.processes.keys()]
+    workers, notes = _place(cards, served, start, values)
+    found = []
+    for key, (wall_s, card) in cards:
+        mine = {pid: held for pid, held in card.processes.items() if pid in ours}
+        measured: dict[str, Value] = {
+            "total": _bytes(card.total_bytes, "the driver"),
+            "used": _bytes(card.used_bytes, "the driver"),
+            "free": _bytes(card.free_bytes, "the driver"),
+            "reserved": _bytes(card.reserved_bytes, "the driver"),
+        }
+        if served:
+            measured["server"] = _bytes(sum(mine.values()), f"the driver: {len(mine)} processes of this server")
+            measured["others"] = _bytes(sum(card.processes.values()) - sum(mine.values()), "the driver: processes that are not this server's")
+        else:
+            reason = "the driver names no process of this server on any card: in a container it may see none, or other numbers"
+            measured["server"] = measured["others"] = Missing(reason)
+        worker = workers.get(key)
+        stated = stated_of(worker) if worker is not None else {}
+        if key in served or (worker is not None and not served) or (not served and len(cards) == 1):
+            stated = _with_server(stated, values, alone=len(served or cards) == 1)
+        elif not stated:
+            stated = {"utilization": Missing("this server has no process on this card")}
+        found.append(
+            reconcile(
+                Facts(
+                    " ".join(part for part in (card.host, f"GPU {card.index}", card.name) if part)[:120],
+                    GPU,
+                    measured,
+                    stated,
+                    by_hand=by_hand_of(worker, values) if stated.keys() & {"pool"} else "",
+                    has_share=run.record.engine not in _NO_SHARE,
+                    wall_s=wall_s,
+                    notes=(*notes, *_moved(memory.other_bytes.get(key))),
+                )
+            )
+        )
+    return found
+
+
+def _moved(others: tuple[float, float] | None) -> tuple[str, ...]:
+    if others is None or others[1] - others[0] < 64 << 20:
+        return ()
+    low, high = (units.show(size, "bytes") for size in others)
+    return (f"what other processes hold moved between {low} and {high} during the Run: they share the card with it",)
+
+
+def _place(
+    cards: Sequence[tuple[tuple[str, str], tuple[float, GpuRow]]],
+    served: Sequence[tuple[str, str]],
+    start: Sequence[StartMemory],
+    values: Mapping[str, Value],
+) -> tuple[dict[tuple[str, str], StartMemory], tuple[str, ...]]:
+    """Return which worker of the log is on which card: by process, else in their order where there are as many cards as workers."""
+    workers = [worker for worker in start if worker.parts.keys() & {"pool", "weights"}]
+    placed = {key: worker for worker in workers for key, (_, card) in cards if worker.pid is not None and str(worker.pid) in card.processes}
+    if placed or not workers:
+        return placed, ()
+    candidates = list(served) or [key for key, _ in cards]
+    if len(candidates) != len(workers):
+        pool = sum((value.number() for name in ("pool", "weights") if isinstance(value := stated_of(workers[0]).get(name), Reading)), 0.0)
+        candidates = [key for key, (_, card) in cards if key in candidates and card.used_bytes >= pool > 0]
+    if len(candidates) != len(workers):
+        return {}, (f"the log speaks of {len(workers)} workers and {len(cards)} cards were seen: which is on which is not known",)
+    note = () if len(workers) == 1 and len(cards) == 1 else ("the workers of the log are laid on the cards in their order",)
+    return dict(zip(candidates, workers, strict=True)), note
+
+
+def _with_server(stated: Mapping[str, Value], values: Mapping[str, Value], *, alone: bool) -> dict[str, Value]:
+    """Return what the log states with what the server itself states where the log does not: its share, and its pool where it has one card."""
+    found = dict(stated)
+    for part, name in (("utilization", "gpu_memory_utilization"), *((("pool", "pool_bytes"),) if alone else ())):
+        value = values.get(name)
+        if not isinstance(found.get(part), Reading) and value is not None:
+            found[part] = value
+    if not alone and not isinstance(found.get("pool"), Reading):
+        found["pool"] = Missing("the server states the memory of its pool, and not whether of one card or of all")
+    return found
+
+
+def _of_host(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequence[StartMemory], endpoint: int) -> CardLedger:
+    wall_s, row = memory.hosts[endpoint]
+    ours = sum(row.processes.values())
+    servers = len(memory.hosts)
+    # an engine on CPUs has one worker, or one for each part of the machine: their parts add up in one memory
+    workers = [worker for worker in start if worker.endpoint == endpoint and worker.parts.keys() & {"pool", "weights"}]
+    stated: dict[str, Value] = {}
+    for worker in workers:
+        for name, value in stated_of(worker).items():
+            before = stated.get(name)
+            if name in {"utilization", "total", "free_at_start"} or not (isinstance(before, Reading) and isinstance(value, Reading)):
+                stated[name] = value
+            else:
+                stated[name] = Reading(before.number() + value.number(), "bytes", f"the sum of {len(workers)} workers: {value.source}")
+    stated = _with_server(stated, _values_of(run, values, endpoint), alone=True)
+    measured: dict[str, Value] = {
+        "total": _bytes(row.total_bytes, "the kernel: memory of the machine"),
+        "used": _bytes(row.total_bytes - row.available_bytes, "the kernel: total less available"),
+        "free": _bytes(row.available_bytes, "the kernel: available without swapping"),
+        "server": _bytes(ours, f"the kernel: resident memory of {len(row.processes)} processes"),
+    }
+    notes = [] if not row.limit_bytes or row.limit_bytes >= row.total_bytes else [f"the control group may use {units.show(row.limit_bytes, 'bytes')}"]
+    name = "memory of the machine" + (f", server {endpoint + 1} of {servers}" if servers > 1 else "")
+    dialect = DIALECTS.get(run.record.engine)
+    return reconcile(
+        Facts(
+            name,
+            HOST,
+            measured,
+            stated,
+            by_hand=by_hand_of(workers[0] if workers else None, values),
+            has_share=run.record.engine not in _NO_SHARE and dialect is not None,
+            wall_s=wall_s,
+            notes=tuple(notes),
+        )
+    )
+
+
+def _values_of(run: Run, values: Mapping[str, Value], endpoint: int) -> Mapping[str, Value]:
+    """Return what one server states: of several, its own snapshot and not their sum."""
+    if len(run.record.before) > 1 and endpoint < len(run.record.before):
+        snapshot = run.record.before[endpoint]
+        return {name: record.to_value() for name, record in snapshot.quantities.items()}
+    return values
+
+
+def _bytes(size: float, source: str) -> Reading:
+    return Reading(float(size), "bytes", source)
+
+
+def ledger_values(ledgers: Sequence[CardLedger], memory: Memory, since_s: float, until_s: float) -> dict[str, Value]:
+    """Return the named quantities that conditions may use: of several cards the worst, each with the card in its source."""
+    mine = [ledger for ledger in ledgers if ledger.server.bytes != 0] or list(ledgers)
+    none = Missing("no card, no process of the server and no start-up log was seen")
+
+    def worst(read: str, lowest: bool = False) -> Value:
+        known = [(value, ledger) for ledger in mine if isinstance(value := _value(ledger, read), Reading)]
+        if not known:
+            return next((value for ledger in mine if isinstance(value := _value(ledger, read), Missing)), none)
+        value, ledger = (min if lowest else max)(known, key=lambda pair: pair[0].number())
+        return Reading(value.number(), value.unit, f"{ledger.name}: {value.source}", ledger.wall_s)
+
+    found = {
+        "ledger.squeezed_bytes": worst("squeezed"),
+        "ledger.expected_pool_bytes": worst("expected_pool"),
+        "ledger.idle_bytes": worst("idle_outside"),
+        "ledger.over_bytes": worst("over_budget"),
+        "ledger.other_bytes": worst("others"),
+        "ledger.free_bytes": worst("free", lowest=True),
+        "ledger.server_bytes": worst("server"),
+        "ledger.rest_bytes": worst("rest"),
+    }
+    squeezed, expected = found["ledger.squeezed_bytes"], found["ledger.expected_pool_bytes"]
+    shares = [
+        Reading(one.squeezed.number() / one.expected_pool.number(), "ratio", f"{one.name}: of the pool that share and weights leave")
+        for one in mine
+        if isinstance(one.squeezed, Reading) and isinstance(one.expected_pool, Reading) and one.expected_pool.number()
+    ]
+    lacking = squeezed if isinstance(squeezed, Missing) else expected if isinstance(expected, Missing) else none
+    found["ledger.squeezed_share"] = max(shares, key=Reading.number) if shares else lacking
+    found["server.cpu_s"] = _cpu(memory, since_s, until_s)
+    return found
+
+
+def _value(ledger: CardLedger, name: str) -> Value:
+    found: Part | Value = getattr(ledger, name)
+    return found.value if isinstance(found, Part) else found
+
+
+def _cpu(memory: Memory, since_s: float, until_s: float) -> Value:
+    """Return the CPU time that the servers' processes used over the load, read once a second and drawn straight between two looks."""
+    import numpy as np
+
+    if not memory.cpu_s:
+        return Missing("the server's processes are not on this machine, or not known")
+    total = 0.0
+    for looks in memory.cpu_s.values():
+        if len(looks) < 2:
+            return Missing("the server's processes were looked at only once")
+        wall, cpu = np.array(looks, dtype=np.float64).T
+        total += max(float(np.interp(until_s, wall, cpu) - np.interp(since_s, wall, cpu)), 0.0)
+    return Reading(total, "s", f"the kernel: CPU time of {len(memory.cpu_s)} server{'s' if len(memory.cpu_s) != 1 else ''}' processes over the load")
