@@ -140,10 +140,13 @@ def assert_fits(evidence: Evidence, *, concurrency: int, length: int) -> GateRec
     return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length))
 
 
-def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2) -> GateRecord:
-    """Pass where the replicas' mean usage differs by no more than ``max_spread`` (a ratio of the pool)."""
+def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2, max_idle_while_waiting: float = 0.2) -> GateRecord:
+    """Pass where the mean usages of replicas and ranks differ by no more than ``max_spread`` (a ratio of the pool), and requests waited on one
+    while another idled for no more than ``max_idle_while_waiting`` (a ratio of the load's time).
+    """
     __tracebackhide__ = True
-    return settle(gates.balanced(analyses(evidence), max_spread=_share(max_spread, "max_spread")))
+    spread, idle = _share(max_spread, "max_spread"), _share(max_idle_while_waiting, "max_idle_while_waiting")
+    return settle(gates.balanced(analyses(evidence), max_spread=spread, max_idle_while_waiting=idle))
 
 
 def assert_quality(evidence: Evidence, *, min: float = 0.98) -> GateRecord:

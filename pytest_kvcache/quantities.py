@@ -107,3 +107,87 @@ QUANTITIES: dict[str, Quantity] = dict(
         _q("start_time", "s", "gauge", "", "start time", "Unix time at which the server process, or its counters, began"),
     ]
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A quantity that conditions may name: its unit, which way is better, whether each lane and rejection class has its own."""
+
+    unit: str
+    better: Better
+    title: str
+    lanes: bool = False
+    classes: bool = False
+
+
+def _known() -> dict[str, Known]:
+    ratio, s, tokens, requests = "ratio", "s", "tokens", "requests"
+    found = {
+        "usage.peak": Known(ratio, "lower", "peak KV usage"),
+        "usage.mean": Known(ratio, "lower", "mean KV usage"),
+        "usage.hottest": Known(ratio, "lower", "peak KV usage of the fullest replica or rank"),
+        "usage.spread": Known(ratio, "lower", "widest distance between the mean KV usage of two replicas or ranks"),
+        "free_blocks.min": Known("blocks", "higher", "fewest free blocks"),
+        "free_blocks.tightest": Known("blocks", "higher", "fewest free blocks of any replica"),
+        "free_tokens.min": Known(tokens, "higher", "fewest free tokens"),
+        "free_tokens.tightest": Known(tokens, "higher", "fewest free tokens of any replica"),
+        "used_blocks.peak": Known("blocks", "lower", "most used blocks"),
+        "used_tokens.peak": Known(tokens, "lower", "most used tokens"),
+        "running.peak": Known(requests, "", "most running requests"),
+        "running.mean": Known(requests, "", "mean of running requests"),
+        "running.at_peak": Known(requests, "", "running requests at peak usage"),
+        "waiting.peak": Known(requests, "lower", "most waiting requests"),
+        "mean_length.at_peak": Known(tokens, "", "mean length of live requests at peak usage"),
+        "payload.peak": Known(tokens, "", "most tokens that our live requests had in the cache, lower bound"),
+        "payload.peak_upper": Known(tokens, "", "most tokens that our live requests had in the cache, upper bound"),
+        "preemptions": Known("events", "lower", "preemptions"),
+        "rejections_engine": Known(requests, "lower", "requests refused by the engine's own queue limit"),
+        "rejections": Known(requests, "lower", "rejected requests", lanes=True, classes=True),
+        "requests.sent": Known(requests, "", "requests sent", lanes=True),
+        "requests.ok": Known(requests, "higher", "requests answered in full", lanes=True),
+        "requests.stopped_early": Known(requests, "", "requests that stopped before their length", lanes=True),
+        "requests.cut_off": Known(requests, "", "requests in flight when the load ended", lanes=True),
+        "prompt_tokens": Known(tokens, "", "prompt tokens of our requests", lanes=True),
+        "output_tokens": Known(tokens, "", "output tokens of our requests", lanes=True),
+        "prompt_length.mean": Known(tokens, "", "mean prompt length", lanes=True),
+        "prompt_length.max": Known(tokens, "", "longest prompt", lanes=True),
+        "throughput": Known("tokens/s", "higher", "output tokens a second", lanes=True),
+        "gap.max": Known(s, "lower", "longest gap inside an answer", lanes=True),
+        "prefix_hits": Known(tokens, "", "tokens found in the prefix cache"),
+        "scrape.coverage": Known(ratio, "higher", "share of the window that telemetry covers"),
+        "idle.usage": Known(ratio, "lower", "KV usage after the load"),
+        "idle.used_blocks": Known("blocks", "lower", "used blocks after the load"),
+        "idle.used_tokens": Known(tokens, "lower", "used tokens after the load"),
+        "idle.running": Known(requests, "lower", "running requests after the load"),
+        "idle.waiting": Known(requests, "lower", "waiting requests after the load"),
+        "ledger.squeezed_bytes": Known("bytes", "lower", "memory that the pool lacks of what share and weights leave"),
+        "ledger.squeezed_share": Known(ratio, "lower", "share of the expected pool that it lacks"),
+        "ledger.expected_pool_bytes": Known("bytes", "", "pool that share and weights leave"),
+        "ledger.idle_bytes": Known("bytes", "lower", "free memory that the engine may not take"),
+        "ledger.over_bytes": Known("bytes", "lower", "memory taken beyond the share of the card"),
+        "ledger.other_bytes": Known("bytes", "lower", "memory of other processes on the card"),
+        "ledger.free_bytes": Known("bytes", "higher", "free memory of the card"),
+        "ledger.server_bytes": Known("bytes", "lower", "memory of the server's processes"),
+        "ledger.rest_bytes": Known("bytes", "lower", "memory of the server beside pool and weights"),
+        "server.cpu_s": Known(s, "lower", "CPU time of the server's processes over the load"),
+        "balance.usage_over_mean": Known("factor", "lower", "highest mean KV usage over the mean of all members"),
+        "balance.running_spread": Known(requests, "lower", "widest distance between the mean running requests of two members"),
+        "balance.waiting_spread": Known(requests, "lower", "widest distance between the mean waiting requests of two members"),
+        "balance.gpu_memory_spread": Known("bytes", "lower", "widest distance between the memory in use of two cards"),
+        "balance.idle_while_waiting": Known(ratio, "lower", "share of the load in which one member made requests wait while another idled"),
+        "quality.pass_rate": Known(ratio, "higher", "pass rate of the quality items"),
+        "quality.items": Known("items", "", "quality items asked"),
+    }
+    times = {"ttft": "time to first token", "latency": "time to last token"}
+    for name, title in times.items():
+        for share in ("p50", "p95"):
+            found[f"{name}.{share}"] = Known(s, "lower", f"{title}, {share}, from the intended start", lanes=True)
+            found[f"{name}_sent.{share}"] = Known(s, "lower", f"{title}, {share}, from the moment of sending", lanes=True)
+    for quantity in QUANTITIES.values():
+        if quantity.kind == "config" and quantity.unit:
+            found[quantity.name] = Known(quantity.unit, quantity.better, quantity.title)
+    return found
+
+
+KNOWN: dict[str, Known] = _known()
+"""Every quantity that a condition may name; the keys of ``Analysis.values`` are these and the textual configuration."""

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, KNOWN, NOT_APPLICABLE, PASS, Condition, Group, Limit, evaluate, from_limits, parse
+from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Group, Limit, evaluate, from_limits, parse
 from pytest_kvcache.errors import UsageError
-from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
+from pytest_kvcache.quantities import KNOWN, QUANTITIES, Missing, Reading, Value
 
 
 def judge(text: str, values: dict[str, float | None], baseline: dict[str, float] | None = None) -> str:

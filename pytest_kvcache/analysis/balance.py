@@ -133,14 +133,15 @@ def read_balance(series: Sequence[Series], ledgers: Sequence[CardLedger], since_
             spreads.append(spread)
     grouped = replicas or ranks
     idling: Idling | Missing = _idling(grouped, since_s, until_s, hold_s) if len(grouped) > 1 else _ALONE
-    return Balance(tuple(spreads), idling, _usage_spread(spreads, len(series), len(ranks)))
+    told = sum(_mean(one.wall_s, one.column("usage"), since_s, until_s, hold_s) is not None for one in series)
+    return Balance(tuple(spreads), idling, _usage_spread(spreads, told, len(series), len(ranks)))
 
 
-def _usage_spread(spreads: Sequence[Spread], servers: int, ranks: int) -> Value:
+def _usage_spread(spreads: Sequence[Spread], told: int, servers: int, ranks: int) -> Value:
     known = [one for one in spreads if one.quantity == "usage"]
     if not known:
         if servers > 1:
-            return Missing(f"fewer than two of {servers} servers told their usage, and two are needed to weigh them")
+            return Missing(f"{told} of {servers} servers told their usage, and two are needed to weigh them")
         return Missing("the engine ranks do not tell their usage") if ranks > 1 else _ALONE
     widest = max(known, key=lambda one: one.gap.number())
     if widest.lacking:

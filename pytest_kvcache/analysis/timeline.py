@@ -16,10 +16,10 @@ from pytest_kvcache.analysis.requests import rejections, request_values
 from pytest_kvcache.analysis.rows import Rows, read_rows
 from pytest_kvcache.analysis.series import Series, read_series
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
-from pytest_kvcache.conditions import KNOWN, Limit
+from pytest_kvcache.conditions import Limit
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quality.graders import summarise
-from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.quantities import KNOWN, Missing, Reading, Value
 from pytest_kvcache.records import QualitySummary, TelemetryRow
 from pytest_kvcache.runfolder import Run, read_lines
 

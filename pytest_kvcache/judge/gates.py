@@ -298,16 +298,28 @@ def _first_error(analyses: Sequence[Analysis]) -> str:
     return next((row.error[:200] for analysis in analyses for row in analysis.run.quality() if row.error), "")
 
 
-def balanced(analyses: Sequence[Analysis], max_spread: float = 0.2) -> GateRecord:
-    """Judge how far the mean usages of servers and ranks lie apart (a ratio of the pool). Not applicable to one server with one rank."""
+def balanced(analyses: Sequence[Analysis], max_spread: float = 0.2, max_idle_while_waiting: float = 0.2) -> GateRecord:
+    """Judge how far the mean usages of servers and ranks lie apart (a ratio of the pool), and for how much of the load requests waited on one
+    while another had none (a ratio of its time). Not applicable to one server with one rank.
+    """
     name, quantity = "balanced", "usage.spread"
     limit = f"at most {units.show(max_spread, 'ratio')} of the pool apart"
     found = readings(analyses, quantity)
-    if isinstance(found, Missing):
+    idle = [(a, a.balance.idling) for a in analyses if not isinstance(a.balance.idling, Missing) and a.balance.idling.share > max_idle_while_waiting]
+    if isinstance(found, Missing) and not idle:
         return missing(name, quantity, found, analyses, bound=max_spread, bound_text=limit)
-    decisive, spread = sorted(found, key=lambda pair: pair[1].number())[-1]
-    verdict = PASS if spread.number() <= max_spread else FAIL
-    text = f"{spread.source}: {show(spread)} apart, {limit} ({beside(decisive)})"
+    if isinstance(found, Missing):
+        decisive, spread, text, verdict = idle[0][0], None, f"how far usages lie apart is not known: {found.reason}", PASS
+    else:
+        decisive, spread = sorted(found, key=lambda pair: pair[1].number())[-1]
+        verdict = PASS if spread.number() <= max_spread else FAIL
+        usages = decisive.balance.of("usage")
+        over = f", highest over mean {usages.over_mean.number():.2f}" if usages is not None and isinstance(usages.over_mean, Reading) else ""
+        text = f"{spread.source}: {show(spread)} apart{over}, {limit} ({beside(decisive)})"
+    if idle:
+        worst_idle = max(idle, key=lambda pair: pair[1].share)
+        decisive = worst_idle[0] if verdict == PASS else decisive
+        verdict, text = FAIL, f"{worst_idle[1].text}, at most {units.show(max_idle_while_waiting, 'ratio')}; {text}"
     return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=spread, bound=max_spread, bound_text=limit, beside=beside(decisive))
 
 

@@ -10,9 +10,9 @@ import pytest
 from made_run import BLOCK, T0, USABLE, MadeRun, closed_loop, quality_run, refused, request, sample, snapshot
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
-from pytest_kvcache.conditions import KNOWN, Limit
+from pytest_kvcache.conditions import Limit
 from pytest_kvcache.errors import CannotJudge
-from pytest_kvcache.quantities import QUANTITIES, Missing, Reading
+from pytest_kvcache.quantities import KNOWN, QUANTITIES, Missing, Reading
 from pytest_kvcache.records import RequestRow, TelemetryRow
 from pytest_kvcache.runfolder import read_run
 
