@@ -189,7 +189,7 @@ class LoadNote(msgspec.Struct, frozen=True, omit_defaults=True, tag="note", tag_
 class LoadEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
     """Last line of requests.jsonl. Without it the file is incomplete, whatever the exit code of Locust was.
 
-    ``lag_p99_s`` is the event loop's own lag, ``cpu_s`` the CPU seconds of the worker, ``reason`` why the load ended.
+    ``lag_p99_s`` is the event loop's own lag, ``cpu_s`` the CPU seconds of the worker in the ``ran_s`` seconds of its load, ``reason`` why the load ended.
     """
 
     wall_s: float
@@ -200,6 +200,7 @@ class LoadEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_fi
     lag_p99_s: float = 0.0
     lag_max_s: float = 0.0
     in_flight: int = 0
+    ran_s: float = 0.0
 
 
 LoadLine = RequestRow | LoadStart | LoadNote | LoadEnd

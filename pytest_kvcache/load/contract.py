@@ -77,6 +77,8 @@ _WORKLOAD_OPTIONS = (
     "lanes", "users", "duration_s", "requests", "output_tokens", "api", "ramp_s", "think_s", "ignore_eos",
     "extra_body", "profile_options", "endpoints",
 )  # fmt: skip
+# These count where they are set, so that loads without them keep the hash that they had.
+_WORKLOAD_MORE = ("rate", "arrivals", "burstiness", "burst_size", "max_in_flight", "stages", "content")
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,13 @@ def merge_files(parts: Iterable[Path], path: Path) -> int:
 
 
 def workload_hash(start: LoadStart) -> str:
-    """Return a hash over what was asked of the server: profile, seed, options, users, duration; not over the nonce or addresses.
+    """Return a hash over what was asked of the server: profile, seed, options, users, arrivals, duration; not over the nonce or addresses.
 
     Two Runs with the same hash drew their lengths from the same numbers; where a profile sizes its prompts by the server's longest
     context the lengths themselves may differ, and the rows tell them. ``endpoints`` counts how many there were.
     """
     asked: dict[str, Any] = {name: start.options.get(name) for name in _WORKLOAD_OPTIONS}
+    asked |= {name: value for name in _WORKLOAD_MORE if (value := start.options.get(name))}
     asked["endpoints"] = len(asked["endpoints"] or ())
     text = msgspec.json.encode([start.profile, start.seed, asked], order="deterministic")
     return hashlib.sha256(text).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import gevent
 from gevent import GreenletExit
@@ -23,6 +23,14 @@ IDLE_REUSE_S = 2.0
 _CLOSED = (HTTPConnectionClosed, ConnectionResetError, BrokenPipeError)
 
 
+class Ended(NamedTuple):
+    """How a request ended, when in monotonic seconds, and whether it was refused or failed."""
+
+    outcome: str
+    end_s: float
+    refused: bool
+
+
 class Sender:
     """A connection to one server of the load, by its index."""
 
@@ -35,10 +43,10 @@ class Sender:
         self._idle_since_s = 0.0
         self._sent_s = 0.0
 
-    def send(self, number: int, lane: str, plan: Plan, key: str, intended_s: float) -> tuple[str, float]:
-        """Send one planned request and record what became of it; return its outcome and when it ended, in monotonic seconds.
+    def send(self, number: int, lane: str, plan: Plan, key: str, intended_s: float) -> Ended:
+        """Send one planned request, record what became of it, and return how it ended.
 
-        ``key`` names its prompt. Raises GreenletExit, with its row written, when the load ends meanwhile.
+        ``key`` names its prompt; ``intended_s`` is when it should have started, in monotonic seconds. Raises GreenletExit, with its row written, when the load ends meanwhile.
         """
         session, target = self.session, self._target
         try:
@@ -106,8 +114,9 @@ class Sender:
         )
         if leaving is not None:
             raise leaving
-        self._tell_locust(lane, outcome, status, sent_s, end_s, stream)
-        return outcome, end_s
+        failed = contract.is_rejection(outcome)
+        self._tell_locust(lane, f"{outcome} (HTTP {status})" if status else outcome, failed, sent_s, end_s, stream)
+        return Ended(outcome, end_s, failed)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -163,16 +172,15 @@ class Sender:
             return stream.outcome(planned, expects_usage=True)
         return classify(status, exception=exception, in_stream=status != 0)
 
-    def _tell_locust(self, lane: str, outcome: str, status: int, sent_s: float, end_s: float, stream: Stream) -> None:
+    def _tell_locust(self, lane: str, shown: str, failed: bool, sent_s: float, end_s: float, stream: Stream) -> None:
         """Give Locust's page its rows: the request by its whole time, and the time to its first token."""
         environment = self.session.environment
-        failed = contract.is_rejection(outcome)
         environment.events.request.fire(
             request_type="POST",
             name=f"{self._target.path} {lane}",
             response_time=(end_s - sent_s) * 1e3,
             response_length=stream.size,
-            exception=CatchResponseError(f"{outcome} (HTTP {status})" if status else outcome) if failed else None,
+            exception=CatchResponseError(shown) if failed else None,
             context={},
             response=None,
         )

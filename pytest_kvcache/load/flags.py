@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_kvcache.load.arrivals import PROCESSES, SHAPES
 from pytest_kvcache.load.contract import ProfileOption
 from pytest_kvcache.load.prompts import SOURCES
 
@@ -32,6 +33,12 @@ _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("seed", 1, "seed of lengths and prompts", True),
     ("nonce", "", "text that makes the prompts of this run differ from all others; default: a new one for each run", False),
     ("lengths", "auto", f"how exact lengths are made: auto, {', '.join(SOURCES)}", True),
+    ("rate", 0.0, "requests a second that start whatever earlier ones do (open loop); 0 leaves it to the users (closed loop)", True),
+    ("arrivals", "poisson", f"how the requests of --kv-rate arrive: {', '.join(PROCESSES)}", True),
+    ("burstiness", 1.0, "evenness of gamma arrivals: 1 as Poisson, below 1 more uneven, above 1 more even", True),
+    ("burst_size", 8, "requests that start at once in burst arrivals", True),
+    ("max_in_flight", 2000, "most requests of an open loop in flight at once; arrivals above it wait, and that is reported", True),
+    ("stages", "", f"level over time: {', '.join(SHAPES)}, or a list as 30s:2,1m:2-8 of requests a second (--kv-rate) or users", True),
     ("ramp_s", 0.0, "seconds over which the users start, evenly; 0 starts all at once, and equal requests then go in lockstep", True),
     ("think_s", 0.0, "seconds that a user waits after an answer", True),
     ("backoff_s", 0.25, "seconds that a user waits after a refusal or a broken connection; nothing is retried", True),
@@ -39,7 +46,7 @@ _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("rows", "", "file that gets one row a request; default: reports/<time>-locust-<profile>/requests.jsonl", False),
     ("keep_text", False, "keep prompts and answers in the rows", False),
 )
-_CHOICES = {"api": ("completions", "chat"), "lengths": ("auto", *SOURCES)}
+_CHOICES = {"api": ("completions", "chat"), "lengths": ("auto", *SOURCES), "arrivals": PROCESSES}
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,12 @@ class Knobs:
     seed: int = 1
     nonce: str = ""
     lengths: str = "auto"
+    rate: float = 0.0
+    arrivals: str = "poisson"
+    burstiness: float = 1.0
+    burst_size: int = 8
+    max_in_flight: int = 2000
+    stages: str = ""
     ramp_s: float = 0.0
     think_s: float = 0.0
     backoff_s: float = 0.25

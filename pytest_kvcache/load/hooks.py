@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from locust import events
-from locust.runners import MasterRunner
+from locust import LoadTestShape, events
+from locust.runners import MasterRunner, WorkerRunner
 
+from pytest_kvcache.errors import KvError
 from pytest_kvcache.load import contract, flags
+from pytest_kvcache.load.arrivals import level_at, parse_stages
 from pytest_kvcache.load.session import LoadSession, Shape
 from pytest_kvcache.load.target import Handed, handed_over
 
@@ -62,6 +65,7 @@ def _start(environment: Any, **_: Any) -> None:
         needs_limit=any(cls.needs_limit for cls in classes),
         output_tokens=classes[0].default_output_tokens,
         shares=any(cls.shares for cls in classes),
+        classes=tuple(classes),
     )
     state.session = LoadSession(environment, _handed(), knobs, shape)
     state.session.start()
@@ -88,7 +92,44 @@ def _cpu_warning(cpu_usage: float, **_: Any) -> None:
         state.session.note("cpu warning", "the load process used most of one CPU", {"percent": float(cpu_usage)})
 
 
+class StagesShape(LoadTestShape):
+    """The users over time as --kv-stages say, from when the load of this process began (on a master: from the first tick)."""
+
+    def __init__(self, environment: Any, text: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ticked_s: float | None = None
+        options = environment.parsed_options
+        base = float(options.num_users or 1)
+        length_s = float(getattr(options, "kv_duration_s", 0.0) or options.run_time or 0)
+        self.stages = parse_stages(text, base, length_s)
+
+    def tick(self) -> tuple[int, float]:
+        """Return (users, users started a second) as they should be now; the end of the load is not decided here."""
+        session = state.session
+        first = self._ticked_s is None
+        self._ticked_s = self._ticked_s or monotonic()
+        at_s = monotonic() - (session.begun_at() if session is not None and session.active else self._ticked_s)
+        users = round(level_at(self.stages, at_s))
+        # Locust must start something for its test to begin
+        return (max(users, 1) if first else users), float(min(max(users, 1), 100))
+
+
+def _init(environment: Any, **_: Any) -> None:
+    """Let Locust follow our stages where the loop is closed. A text that is no stages is refused when the load starts."""
+    options = environment.parsed_options
+    text = str(getattr(options, "kv_stages", "") or "")
+    if not text or options.kv_rate or environment.shape_class is not None or isinstance(environment.runner, WorkerRunner):
+        return
+    try:
+        shape = StagesShape(environment, text)
+    except KvError:
+        return
+    shape.runner = environment.runner
+    environment.shape_class = shape
+
+
 _events: Any = events
+_events.init.add_listener(_init)
 _events.init_command_line_parser.add_listener(_declare)
 _events.test_start.add_listener(_start)
 _events.test_stop.add_listener(_stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import gevent
 
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.load.arrivals import BURST, GAMMA, Stage, arrivals, parse_stages
 from pytest_kvcache.load.asking import choose_model
 from pytest_kvcache.load.client import Asker
 from pytest_kvcache.load.prepare import prepare
@@ -21,6 +23,7 @@ from pytest_kvcache.records import LoadNote, LoadStart
 from pytest_kvcache.server.redaction import redact_json
 
 if TYPE_CHECKING:
+    from pytest_kvcache.load.openloop import OpenLoop
     from pytest_kvcache.load.session import LoadSession
 
 PROBE_TIMEOUT_S = 120.0
@@ -85,6 +88,31 @@ def learn(session: LoadSession) -> None:
     session.source = PromptSource(session.prepared.vocabulary, session.nonce, chat=session.targets[0].api == "chat")
 
 
+def stages_of(session: LoadSession) -> tuple[Stage, ...]:
+    """Return the stages of the load, in requests a second where a rate is given, else in users. Raises UsageError."""
+    knobs = session.knobs
+    base = knobs.rate or float(getattr(session.environment.parsed_options, "num_users", 0) or 1)
+    return parse_stages(knobs.stages, base, knobs.duration_s or session.run_time_s)
+
+
+def make_loop(session: LoadSession) -> OpenLoop | None:
+    """Return the open loop of this worker, by --kv-rate or by the profile's own times; None for the closed loop. Raises UsageError."""
+    from pytest_kvcache.load.openloop import OpenLoop
+
+    knobs, classes = session.knobs, session.shape.classes
+    own = None if knobs.rate else next((times for cls in classes if (times := cls.schedule(session)) is not None), None)
+    if not knobs.rate and own is None:
+        return None
+    if own is not None:
+        times = own
+    else:
+        if knobs.arrivals == GAMMA and not knobs.burstiness > 0:
+            raise UsageError("--kv-burstiness must be above 0", hint="1 is Poisson, 0.25 is uneven, 4 is even")
+        stages = session.stages or (Stage(math.inf, knobs.rate, knobs.rate),)
+        times = arrivals(knobs.arrivals, stages, knobs.seed, burstiness=knobs.burstiness, burst_size=max(1, knobs.burst_size))
+    return OpenLoop(session, list(classes), times, max(1, knobs.max_in_flight // session.workers))
+
+
 def write_start(session: LoadSession) -> None:
     """Write the start line, and say on the terminal what was learnt."""
     prepared, knobs, rows = session.prepared, session.knobs, session.rows
@@ -92,7 +120,7 @@ def write_start(session: LoadSession) -> None:
     assert rows is not None
     options = {
         "lanes": list(session.shape.lanes),
-        "users": int(getattr(session.environment.runner, "target_user_count", 0)),
+        "users": session.planned_users,
         "duration_s": session.length_s(),
         "requests": knobs.requests,
         "output_tokens": session.output_tokens,
@@ -107,6 +135,12 @@ def write_start(session: LoadSession) -> None:
         "ignore_eos": prepared.ignore_eos,
         "expects_usage": prepared.expects_usage,
         "ramp_s": knobs.ramp_s,
+        "rate": knobs.rate,
+        "arrivals": knobs.arrivals if knobs.rate else "own" if session.loop is not None else "",
+        "burstiness": knobs.burstiness if knobs.rate and knobs.arrivals == GAMMA else None,
+        "burst_size": knobs.burst_size if knobs.rate and knobs.arrivals == BURST else None,
+        "max_in_flight": knobs.max_in_flight if session.loop is not None else None,
+        "stages": knobs.stages,
         "think_s": knobs.think_s,
         "backoff_s": knobs.backoff_s,
         "request_timeout_s": knobs.request_timeout_s,

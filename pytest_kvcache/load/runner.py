@@ -27,6 +27,7 @@ import msgspec
 import pytest_kvcache
 from pytest_kvcache.errors import CannotWrite, LoadFailed, UsageError
 from pytest_kvcache.load import contract
+from pytest_kvcache.load.arrivals import is_listed, parse_stages, total_s
 from pytest_kvcache.load.contract import LoadFile, read_load, workload_hash
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.target import Handed, from_endpoint
@@ -111,6 +112,8 @@ def command(
     if requests and not duration_s:
         # a counted load ends by its count; time only bounds it
         duration_s = max(DEFAULT_DURATION_S, 2 * request_timeout_s)
+    if not duration_s and is_listed(str(extra.get("stages") or "")):
+        duration_s = total_s(parse_stages(str(extra["stages"]), 1.0, 0.0))
     duration_s = duration_s or DEFAULT_DURATION_S
     words = [sys.executable, "-m", "locust", "-f", str(profile), "--headless", "-H", host]
     if users:
@@ -153,7 +156,8 @@ def run_load(
     """Press ``endpoints`` with a profile and return what was left in ``folder``: requests.jsonl and locust.log.
 
     0 takes the profile's own users and output tokens, and 30 s. ``options`` holds options of the profile and of the load
-    (``requests``, ``nonce``, ``lengths``, ``think_s``, ``backoff_s``, ``stop_timeout_s``) by name. The same ``nonce`` and seed
+    (``requests``, ``nonce``, ``lengths``, ``think_s``, ``backoff_s``, ``stop_timeout_s``; ``rate``, ``arrivals``, ``stages`` and
+    the others that ``--kv-help`` lists) by name. The same ``nonce`` and seed
     send the same prompts; without one every load sends prompts that were never sent before. ``stop`` ends the load early.
 
     Raises UsageError for what cannot be meant, LoadFailed where the process broke or left no end record (rows so far stay in

@@ -12,21 +12,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gevent
 from locust.runners import STATE_CLEANUP, STATE_STOPPED, WorkerRunner
 
 from pytest_kvcache.errors import Broken, CannotWrite, KvError
 from pytest_kvcache.load import contract
+from pytest_kvcache.load.arrivals import Stage, is_listed, total_s
 from pytest_kvcache.load.flags import Knobs
-from pytest_kvcache.load.opening import learn, open_rows, write_start
+from pytest_kvcache.load.opening import learn, make_loop, open_rows, stages_of, write_start
 from pytest_kvcache.load.prepare import Prepared, failure_text
 from pytest_kvcache.load.prompts import PromptSource
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.rowsfile import FLUSH_S, RowsFile
 from pytest_kvcache.load.target import Handed, Target
 from pytest_kvcache.records import LoadEnd, LoadNote, RequestRow
+
+if TYPE_CHECKING:
+    from pytest_kvcache.load.openloop import OpenLoop
+    from pytest_kvcache.load.users import KvUser
 
 BEAT_S = 0.05
 GONE_AFTER_S = 15.0
@@ -45,6 +50,7 @@ class Shape:
     needs_limit: bool
     output_tokens: int
     shares: bool = False
+    classes: tuple[type[KvUser], ...] = ()
 
 
 class LoadSession:
@@ -64,6 +70,9 @@ class LoadSession:
         self.prepared: Prepared | None = None
         self.source: PromptSource | None = None
         self.max_model_len: int | None = None
+        self.stages: tuple[Stage, ...] = ()
+        self.loop: OpenLoop | None = None
+        self.t0_s: float | None = None
         self.rows: RowsFile | None = None
         self.reason = ""
         self.failed = False
@@ -82,6 +91,7 @@ class LoadSession:
         self._refused_since_s = 0.0
         self._lags = array("d")
         self._cpu_start_s = 0.0
+        self._began_s = 0.0
         self._heads: dict[tuple[int, int], bytes] = {}
         self._greenlets: list[Any] = []
 
@@ -91,7 +101,9 @@ class LoadSession:
         """Learn what is needed from the server, open the file and write its start line; on failure say why once and stop."""
         try:
             open_rows(self)
+            self.stages = stages_of(self)
             learn(self)
+            self.loop = make_loop(self)
         except KvError as error:
             self.fail(error)
             return
@@ -101,14 +113,29 @@ class LoadSession:
             return
         write_start(self)
         self.active = True
+        self.t0_s = self.t0_s or monotonic()
         self._cpu_start_s = time.process_time()
+        self._began_s = monotonic()
         self._spawn(self._beat)
         if self.length_s() > 0:
             self._greenlets.append(gevent.spawn_later(self.length_s(), self.stop, contract.BY_DURATION))
 
     def length_s(self) -> float:
         """Return how long the load may last: its own length, or Locust's -t, also where the page was asked to start without one."""
-        return self.knobs.duration_s or float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
+        listed_s = total_s(self.stages) if is_listed(self.knobs.stages) else 0.0
+        return self.knobs.duration_s or listed_s or self.run_time_s
+
+    @property
+    def run_time_s(self) -> float:
+        """Locust's own -t in seconds; 0 without one."""
+        return float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
+
+    @property
+    def planned_users(self) -> int:
+        """How many users the load is to reach in its closed loop; 0 where its loop is open."""
+        users = int(getattr(self.environment.runner, "target_user_count", 0) or 0)
+        highest = max((max(stage.first, stage.last) for stage in self.stages), default=0.0)
+        return 0 if self.loop is not None else max(users, round(highest))
 
     # during the load
 
@@ -131,12 +158,22 @@ class LoadSession:
         self._talks += 1
         return number
 
+    def begun_at(self) -> float:
+        """Return when the load began, in monotonic seconds: arrivals of all workers count from there."""
+        return self.t0_s or self.begun_s
+
+    def sent_all(self) -> None:
+        """Every arrival of the schedule was sent and has ended: the load is over, unless other workers still send theirs."""
+        if self.workers == 1 and not self.reason:
+            self._spawn(self.stop, contract.BY_REQUESTS)
+
     def place(self) -> tuple[int, float]:
         """Return (index of its server, seconds until its start) for the next user: servers in turn, starts evenly over the ramp."""
         number = self._users
         self._users += 1
         users = max(1, int(getattr(self.environment.runner, "target_user_count", 1)))
-        return number % max(1, len(self.targets)), self.knobs.ramp_s * (number % users) / users
+        ramp_s = 0.0 if self.stages else self.knobs.ramp_s
+        return number % max(1, len(self.targets)), ramp_s * (number % users) / users
 
     def head(self, index: int, output_tokens: int) -> bytes:
         """Return the JSON of a request up to its prompt; made once for each server and number of tokens."""
@@ -259,8 +296,7 @@ class LoadSession:
         rows = self.rows
         if rows is None:
             return
-        run_time = float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
-        ran_out = run_time > 0 and monotonic() - self.begun_s >= run_time - 0.5
+        ran_out = self.run_time_s > 0 and monotonic() - self.begun_s >= self.run_time_s - 0.5
         reason = self.reason or (contract.BY_DURATION if ran_out else contract.BY_STOP)
         lags = sorted(self._lags)
         if self.resent:
@@ -273,6 +309,7 @@ class LoadSession:
                 reason=contract.BY_FAILURE if self.failed else reason,
                 worker=self.worker,
                 cpu_s=time.process_time() - self._cpu_start_s if self.active else 0.0,
+                ran_s=monotonic() - self._began_s if self.active else 0.0,
                 lag_p99_s=lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0,
                 lag_max_s=lags[-1] if lags else 0.0,
                 in_flight=self.cut_off,

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import gevent
 from locust import FastHttpUser, task
 from locust.exception import StopUser
+from locust.user.task import LOCUST_STATE_STOPPING
 
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.contract import ProfileOption
@@ -38,6 +39,9 @@ _BACK_OFF = frozenset(contract.REJECTIONS) - {contract.OVER_LENGTH, contract.CLA
 
 class KvUser(FastHttpUser):
     """A user in a closed loop: it sends a request, reads the stream to its end, waits ``--kv-think-s``, and sends the next.
+
+    With ``--kv-rate``, and where ``schedule`` gives times, the loop is open: requests start at those times, and the number of
+    users means nothing.
 
     A subclass sets ``lane`` (its name in every report) and ``plan``; ``users`` and ``default_output_tokens`` are what it takes
     when nothing else is asked for, ``needs_limit`` says that it cannot work without the server's longest context, ``options``
@@ -75,6 +79,11 @@ class KvUser(FastHttpUser):
         """Yield the requests that one user sends one after the other before it begins anew; of itself one, by ``plan``."""
         yield self.plan(draw, limit)
 
+    @classmethod
+    def schedule(cls, session: LoadSession) -> Iterator[float] | None:
+        """Return when requests start, in seconds from the begin of the load, where the profile itself says so (a trace)."""
+        return None
+
     @property
     def output_tokens(self) -> int:
         """How many tokens a request asks for: ``--kv-output-tokens``, or the profile's own number."""
@@ -103,6 +112,8 @@ class KvUser(FastHttpUser):
     def press(self) -> None:
         """Send one request and record what became of it."""
         session = state.session
+        if session is not None and session.loop is not None and session.active:
+            self._dispatch(session)
         number = session.take() if session is not None else None
         if session is None or number is None or self._sender is None:
             raise StopUser
@@ -112,13 +123,20 @@ class KvUser(FastHttpUser):
             session.dropped()
             raise
         key = f"{self._talk_key}/{self._turn}"
-        outcome, end_s = self._sender.send(number, plan.lane or self.lane, plan, key, self._ready_s)
+        ended = self._sender.send(number, plan.lane or self.lane, plan, key, self._ready_s)
         wait_s = session.knobs.think_s if plan.think_s is None else plan.think_s
-        if outcome in _BACK_OFF:
+        if ended.outcome in _BACK_OFF:
             wait_s = max(wait_s, session.knobs.backoff_s)
-        if contract.is_rejection(outcome):
+        if ended.refused:
             self._talk = None  # nobody goes on with a conversation that was refused
-        self._ready_s = end_s + wait_s
+        self._ready_s = ended.end_s + wait_s
+
+    def _dispatch(self, session: LoadSession) -> None:
+        """Be the one that starts the requests of an open loop; the other users of Locust have nothing to do in it."""
+        loop = session.loop
+        if loop is not None and not loop.taken:
+            loop.run(lambda: bool(session.reason) or not session.active or self._state == LOCUST_STATE_STOPPING)
+        raise StopUser
 
     def _next(self, session: LoadSession) -> Plan:
         """Return the next request of the conversation, or the first of a new one."""
