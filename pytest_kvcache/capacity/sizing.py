@@ -1,0 +1,112 @@
+"""The planner's core: a question (model, engine, memory) and its answer, so that levers and explanations can ask it again with one thing changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pytest_kvcache import units
+from pytest_kvcache.capacity.card import Card, Ledger, ledger
+from pytest_kvcache.capacity.growth import Growth, growth
+from pytest_kvcache.capacity.layers import Architecture
+from pytest_kvcache.capacity.layout import EngineShape, Layout, Pool
+from pytest_kvcache.capacity.pool import blocks_for, lay_out, size_pool
+from pytest_kvcache.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a model, an engine's settings, and the memory: of one worker (``kv_bytes``), or a card that leaves some. Neither: no pool."""
+
+    architecture: Architecture
+    shape: EngineShape
+    kv_bytes: int | None = None
+    card: Card | None = None
+    weights_total: int | None = None
+    """The weights of the whole model in bytes, which ``shape.tp`` x ``shape.pp`` cards share."""
+
+    def with_shape(self, **changes: Any) -> Question:
+        """Return the same question for other engine settings."""
+        return replace(self, shape=replace(self.shape, **changes))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What comes of a question: bytes of one sequence per GPU, the engine's layout, and where memory was stated the ledger and the pool."""
+
+    question: Question
+    growth: Growth
+    layout: Layout
+    pool: Pool | None
+    ledger: Ledger | None = None
+    memory: str = ""
+    assumptions: tuple[str, ...] = field(default=())
+
+    @property
+    def starts(self) -> bool:
+        """Whether the engine would start, as far as it is known."""
+        return not self.reason
+
+    @property
+    def reason(self) -> str:
+        """Why the engine would not start ("" it would)."""
+        if self.ledger is not None and not self.ledger.starts:
+            return self.ledger.reason
+        if self.pool is not None:
+            return "" if self.pool.starts else self.pool.reason
+        return self.layout.refusal
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request that the engine takes, in tokens; where it fits that by itself, what it would come to."""
+        return self.pool.max_model_len if self.pool is not None else self.layout.max_model_len
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks that one request of a length takes."""
+        return blocks_for(self.layout, tokens)
+
+    def requests(self, tokens: int) -> int:
+        """Return how many requests of a length one engine's pool holds at once; those beyond its seats wait and are not counted."""
+        if self.pool is None or not self.starts:
+            return 0
+        if tokens > self.max_model_len:
+            return 0
+        need = self.blocks(tokens)
+        room = self.pool.usable_blocks // need if need else 1 << 30
+        seats = self.question.shape.max_num_seqs
+        return room if seats is None else min(room, seats)
+
+    def kv_bytes_for(self, blocks: int) -> int:
+        """Return the bytes per worker of a pool of which requests can hold so many blocks."""
+        return (blocks + self.layout.null_blocks) * self.layout.bytes_per_block + self.layout.fixed_bytes
+
+
+def answer(question: Question) -> Answer:
+    """Return the answer to a question. Raises UsageError for settings that the model cannot have."""
+    shape = question.shape
+    cost = growth(question.architecture, shape.kv_dtype, dtype=shape.dtype, state_dtype=shape.state_dtype, tp=shape.tp, pp=shape.pp)
+    layout = lay_out(question.architecture, shape)
+    assumptions: list[str] = []
+    kv_bytes, book, memory = question.kv_bytes, None, ""
+    if question.card is not None:
+        card = question.card
+        workers = shape.tp * shape.pp
+        if question.weights_total is not None:
+            card = replace(card, weights_bytes=-(-question.weights_total // workers))
+            if workers > 1:
+                assumptions.append(f"the weights ({units.show_bytes(question.weights_total)}) are shared evenly by {workers} GPUs")
+        book = ledger(card, shape.engine)
+        assumptions += book.assumptions
+        kv_bytes, memory = book.kv_bytes, book.equation
+    elif kv_bytes is not None:
+        memory = f"{units.show_bytes(kv_bytes)} stated for the pool of one worker"
+    elif shape.num_gpu_blocks_override is not None:
+        kv_bytes, memory = shape.num_gpu_blocks_override * layout.bytes_per_block, "the pool is set by --num-gpu-blocks-override alone"
+    pool = size_pool(layout, kv_bytes) if kv_bytes is not None else None
+    return Answer(question, cost, layout, pool, book, memory, tuple(dict.fromkeys([*question.architecture.assumptions, *layout.assumptions, *assumptions])))
+
+
+def question_memory(question: Question, *, gpu_memory: int | None, kv_memory: int | None) -> None:
+    """Raise UsageError where the memory is stated twice."""
+    if gpu_memory is not None and kv_memory is not None:
+        raise UsageError("the pool is stated by --kv-memory and by --gpu-memory", hint="one of them: --kv-memory is what one worker's pool gets")
