@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache import __version__, options
+from pytest_kvcache import __version__, options, planning
 from pytest_kvcache.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--at", default="", metavar="TIME", help="a time that is past: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
     inspect.add_argument("--window", default="", metavar="DURATION", help="the time before --at, as in 60s or 2h: peaks and lows of each target")
     inspect.add_argument("--step", default="15s", metavar="DURATION", help="time between two points of the window [default: 15s]")
+    plan = add("plan", _plan, "say what fits: blocks, requests and the card that a traffic needs, from a model's config.json, before any restart")
+    planning.add_arguments(plan)
     report = add("report", _report, "make report.html and summary.md of a session folder again")
     report.add_argument("folder", metavar="FOLDER")
     engine = add("engine", _engine, "install, list or remove the engines that this package can run itself")
@@ -215,6 +217,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from pytest_kvcache.inspection import run_inspect
 
     return run_inspect(arguments, options.settings_from(arguments))
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    return planning.run_plan(arguments)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

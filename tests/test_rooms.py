@@ -16,7 +16,7 @@ PACKAGE = Path(pytest_kvcache.__file__).parent
 ORDER = [
     "errors", "units", "quantities", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
     "analysis", "judge", "report", "measure", "conclusion", "session", "assertions", "options", "hookspecs", "fixtures", "plugin", "watching",
-    "inspection", "demo", "cli", "suite",
+    "inspection", "planning", "demo", "cli", "suite",
 ]  # fmt: skip
 HEAVY = ("pandas", "numpy", "scipy", "matplotlib", "httpx", "pynvml", "msgspec", "prometheus_client", "jinja2", "rich", "locust", "gevent", "psutil")
 PYTEST_ROOMS = {"options", "fixtures", "hookspecs", "plugin", "suite"}

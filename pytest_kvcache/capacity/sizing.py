@@ -103,7 +103,9 @@ def answer(question: Question) -> Answer:
     elif shape.num_gpu_blocks_override is not None:
         kv_bytes, memory = shape.num_gpu_blocks_override * layout.bytes_per_block, "the pool is set by --num-gpu-blocks-override alone"
     pool = size_pool(layout, kv_bytes) if kv_bytes is not None else None
-    return Answer(question, cost, layout, pool, book, memory, tuple(dict.fromkeys([*question.architecture.assumptions, *layout.assumptions, *assumptions])))
+    return Answer(
+        question, cost, layout, pool, book, memory, tuple(dict.fromkeys([*question.architecture.assumptions, *layout.assumptions, *assumptions]))
+    )
 
 
 def question_memory(question: Question, *, gpu_memory: int | None, kv_memory: int | None) -> None:

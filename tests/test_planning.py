@@ -1,0 +1,144 @@
+"""``pytest-kvcache plan`` as people type it: options, keys, exit codes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_models import LLAMA_31_8B
+
+from pytest_kvcache import cli
+
+KEYS = {
+    "growth_bytes_per_token", "fixed_bytes", "sliding_bytes_per_token", "sliding_saturated_bytes", "window", "bytes_per_sequence",
+    "blocks_per_sequence", "pool_bytes", "pool_blocks", "pool_tokens", "blocks_per_request", "starts", "max_concurrency", "layers", "assumptions",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_31_8B))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *words])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def body(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    _, out, _ = run(capsys, *words, "--json")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_every_key_of_the_json_is_there_with_and_without_a_pool(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = body(capsys, config)
+    assert bare.keys() >= KEYS
+    assert bare["growth_bytes_per_token"] == 131072
+    assert bare["pool_blocks"] is None
+    full = body(capsys, config, "--kv-memory", "4GiB", "--block-size", "16", "--max-model-len", "8192", "--length", "1000", "--concurrency", "4")
+    assert full.keys() >= KEYS
+    assert (full["pool_bytes"], full["pool_blocks"], full["pool_tokens"]) == (4 << 30, 2048, 32768)
+    assert (full["blocks_per_request"], full["max_concurrency"], full["starts"]) == (512, 4.0, True)
+    assert (full["bytes_per_sequence"], full["blocks_per_sequence"]) == (131_072_000, 63)
+    assert len(full["layers"]) == 32
+    assert full["layers"][0] == {"kind": "full", "kv_heads": 8, "key_size": 128, "value_size": 128}
+
+
+def test_every_option_of_the_synopsis_is_taken(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(
+        "--utilization 0.9 --weights 14GiB --engine vllm --dtype bfloat16 --kv-dtype fp8 --block-size 16 --max-model-len 4096"
+        " --max-num-batched-tokens 2048 --tp 2 --pp 1 --dp 1 --no-prefix-caching --no-hybrid --concurrency 32 --length 4096"
+    )
+    found = body(capsys, config, "--gpu-memory", "80GiB", *words)
+    assert found["growth_bytes_per_token"] == 131072 // 2 // 2
+    assert found["verdict"] == "PASS"
+    override = body(capsys, config, "--num-gpu-blocks-override", "65", "--block-size", "32", "--max-model-len", "2048")
+    assert (override["pool_blocks"], override["starts"], override["max_concurrency"]) == (65, True, 65 / 64)
+
+
+def test_an_engine_that_would_not_start_is_a_fail_with_its_reason(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--num-gpu-blocks-override", "64", "--block-size", "32", "--max-model-len", "2048")
+    found = body(capsys, config, *words)
+    assert found["starts"] is False
+    assert "2016" in found["reason"]
+    code, out, _ = run(capsys, config, *words)
+    assert code == 1
+    assert "FAIL: the engine would refuse to start" in out
+
+
+def test_the_equation_stands_there_with_its_numbers(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, config, "--gpu-memory", "80GiB", "--utilization", "0.9", "--weights", "16GiB", "--max-model-len", "8192")
+    assert code == 0
+    for words in (
+        "32x8x(128+128)x2 = 131072 B/token",
+        "0.9 x 80.00 - weights = 72.00 - 16.00 = 56.00 GiB for the pool",
+        "= 28,672 blocks",
+        "ceil(8,192/16) = 512 blocks",
+        "28,672 / 512 = 56.00 requests of 8,192 tokens",
+        "counted as 0: the real pool is smaller",
+    ):
+        assert words in out
+
+
+def test_markdown_for_a_change_request_keeps_a_hostile_name_harmless(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checklist = tmp_path / "c.json"
+    checklist.write_text(json.dumps([{"name": "a|b <script>`x`\n# h\x1b[31m", "prompt": 10, "output": 1}]))
+    code, out, _ = run(capsys, config, "--kv-memory", "4GiB", "--max-model-len", "2048", "--checklist", str(checklist), "--levers", "--markdown")
+    assert code == 0
+    assert "### KV cache plan" in out
+    assert "<script>" not in out
+    assert "\x1b" not in out
+    assert "a\\|b" in out
+    assert out.count("|-") >= 3
+
+
+def test_traffic_and_risk_decide_the_exit_code(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traffic = tmp_path / "t.toml"
+    traffic.write_text('[[lane]]\nname="all"\nconcurrency=40\nlengths={1000=95, 30000=5}\n')
+    common = (config, "--max-model-len", "32000", "--block-size", "16", "--traffic", str(traffic))
+    assert run(capsys, *common, "--kv-memory", "8GiB")[0] == 1
+    assert run(capsys, *common, "--kv-memory", "60GiB")[0] == 0
+    assert run(capsys, *common, "--kv-memory", "60GiB", "--risk", "1e-6")[0] == 3
+    found = body(capsys, *common, "--kv-memory", "60GiB", "--seed", "4")
+    assert found["traffic"]["overflow"]["seed"] == 4
+    assert found["traffic"]["overflow"]["error"] > 0
+    assert found["traffic"]["safe_concurrency"]["at_risk"] > found["traffic"]["safe_concurrency"]["always"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--gpu-memory", "80XB", "--weights", "1GiB"), 2),
+        (("--gpu-memory", "80GiB", "--kv-memory", "1GiB"), 2),
+        (("--gpu-memory", "80GiB"), 3),
+        (("--assume", "nonsense"), 2),
+        (("--set", "nothing=1"), 2),
+        (("--concurrency", "5"), 2),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence_and_never_a_traceback(
+    config: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int
+) -> None:
+    got, out, err = run(capsys, config, *words)
+    assert got == code
+    assert not out
+    assert "Traceback" not in err
+    assert "try:" in err
+
+
+def test_what_the_user_assumes_is_carried_by_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in LLAMA_31_8B.items() if key != "num_hidden_layers"}))
+    code, _, err = run(capsys, str(path))
+    assert code == 3
+    assert "num_hidden_layers" in err
+    found = body(capsys, str(path), "--assume", "num_hidden_layers=32")
+    assert found["growth_bytes_per_token"] == 131072
+    assert any("num_hidden_layers" in line for line in found["assumptions"])
