@@ -11,11 +11,12 @@ from pytest_kvcache.analysis.cards import ledger_values, read_ledgers, read_tele
 from pytest_kvcache.analysis.facts import gather
 from pytest_kvcache.analysis.ledger import CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, config_values, idle_values, levels
-from pytest_kvcache.analysis.payload import Payload, payload
+from pytest_kvcache.analysis.payload import REFUSED, Payload, payload
 from pytest_kvcache.analysis.requests import rejections, request_values
 from pytest_kvcache.analysis.rows import Rows, read_rows
 from pytest_kvcache.analysis.series import Series, read_series
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
+from pytest_kvcache.analysis.waste import Lengths, lengths_of_rows, waste_values
 from pytest_kvcache.conditions import Limit
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quality.graders import summarise
@@ -57,7 +58,7 @@ class Analysis:
 
     ``lanes`` holds the request quantities of each lane, ``rejections`` counts by class and lane, ``problems`` what makes the Run
     INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any. ``ledgers`` holds the memory of each card (or of the
-    machine), ``balance`` how evenly servers, ranks and cards are used.
+    machine), ``balance`` how evenly servers, ranks and cards are used, ``lengths`` what the requests reached in tokens.
     """
 
     run: Run
@@ -70,6 +71,7 @@ class Analysis:
     facts: Facts = field(default_factory=lambda: Facts(loaded=False))
     errors: dict[str, str] = field(default_factory=dict)
     ledgers: tuple[CardLedger, ...] = ()
+    lengths: Lengths = field(default_factory=Lengths)
     balance: Balance = field(default_factory=lambda: no_balance("no load was run"))
 
     def value(self, limit: Limit) -> Value:
@@ -113,6 +115,8 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     values.update(seen.values)
     until_s = _measured_until(run, window)
     values.update(request_values(rows, rows.endpoint >= 0, window.since_s, until_s))
+    reached = lengths_of_rows(rows, REFUSED)
+    values.update(waste_values(reached, values["block_size"]))
     memory = read_telemetry_memory(run)
     ledgers = tuple(read_ledgers(run, values, memory))
     values.update(ledger_values(ledgers, memory, window.since_s, window.until_s))
@@ -134,6 +138,7 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
         facts=facts,
         errors=dict(frame.errors),
         ledgers=ledgers,
+        lengths=reached,
         balance=evenness,
     )
 
