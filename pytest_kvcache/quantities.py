@@ -164,6 +164,7 @@ def _known() -> dict[str, Known]:
         "ledger.squeezed_share": Known(ratio, "lower", "share of the expected pool that it lacks"),
         "ledger.expected_pool_bytes": Known("bytes", "", "pool that share and weights leave"),
         "ledger.idle_bytes": Known("bytes", "lower", "free memory that the engine may not take"),
+        "ledger.idle_inside_bytes": Known("bytes", "lower", "free memory within the engine's share"),
         "ledger.over_bytes": Known("bytes", "lower", "memory taken beyond the share of the card"),
         "ledger.other_bytes": Known("bytes", "lower", "memory of other processes on the card"),
         "ledger.free_bytes": Known("bytes", "higher", "free memory of the card"),

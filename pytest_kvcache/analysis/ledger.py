@@ -66,7 +66,7 @@ class CardLedger:
 
     ``parts`` are disjoint and add up to ``total``; ``details`` are what the log states of the rest. ``expected_pool`` is the share of the card that
     the engine may use less the weights; ``squeezed`` what the pool lacks of it, ``reasons`` why. ``idle_outside`` is free memory that the engine may
-    not take; ``over_budget`` what was taken beyond the share; ``highest_utilization`` what the free memory at the start would have borne.
+    not take, ``idle_inside`` the other free memory: its share, unused; ``over_budget`` what was taken beyond the share; ``highest_utilization`` what the free memory at the start would have borne.
     """
 
     name: str
@@ -87,6 +87,7 @@ class CardLedger:
     expected_pool: Value
     squeezed: Value
     idle_outside: Value
+    idle_inside: Value
     over_budget: Value
     highest_utilization: Value
     reasons: tuple[str, ...] = ()
@@ -120,6 +121,7 @@ def reconcile(facts: Facts) -> CardLedger:
     utilization, budget = _share(stated, total, facts)
     expected = _less(budget, weights, "the share of the card less the weights")
     squeezed = _squeezed(expected, pool, facts)
+    outside = _idle_outside(free, budget, server, pool, weights)
     ledger = CardLedger(
         facts.name,
         facts.kind,
@@ -138,7 +140,10 @@ def reconcile(facts: Facts) -> CardLedger:
         budget,
         expected,
         squeezed,
-        _idle_outside(free, budget, server, pool, weights),
+        outside,
+        outside
+        if isinstance(outside, Missing)
+        else Reading((free.bytes or 0.0) - outside.number(), "bytes", "free memory within the engine's share"),
         _over(budget, pool, weights, details, stated),
         _highest(stated, total),
         notes=tuple(notes),
