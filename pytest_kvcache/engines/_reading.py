@@ -177,7 +177,11 @@ class View:
                 return value if isinstance(value, Missing) else self.checked(name, value * rule.scale, source)
         if rule.unborn and self._part is not None and all(self.rows(family)[1] for family in rule.alive):
             return self.reading(name, 0, f"{rule.names[0]} is not there, which is 0: {rule.unborn}")
-        if self.raw.metrics is None and not rule.names[0].startswith("/"):
+        if rule.names[0].startswith("/"):
+            path, _, field = rule.names[0].partition(" ")
+            body = self.json(path)
+            return body if isinstance(body, Missing) else Missing(f"{path} states no {field}")
+        if self.raw.metrics is None:
             return Missing(self.raw.metrics_reason)
         hint = f": {rule.hint}" if rule.hint else ""
         return Missing((narrowed or f"{rule.names[0]} is not in /metrics") + hint)
@@ -232,7 +236,7 @@ class View:
         if value is not None and self._part is not None and len(self.parts) > 1 and name in ADDED:
             return Missing("the start-up log states it for the whole server")
         if value is None:
-            return Missing("the start-up log does not state it" if self.raw.log_facts else "no start-up log is at hand")
+            return Missing("the start-up log does not state it" if self.raw.log_facts or self.raw.log_given else "no start-up log is at hand")
         return value
 
 

@@ -36,13 +36,14 @@ class RawState:
 
     ``metrics`` is None where there was no usable exposition, and ``metrics_reason`` then says why. ``json`` maps a path to the
     parsed body, or to Missing with the reason. ``log_facts`` are what the server's start-up log states, by quantity name.
-    ``model`` is the model that was asked for; "" where any will do. ``text`` is the exposition as it came.
+    ``log_given`` says that there was a log at all, which may state nothing. ``model`` is the model that was asked for; "" where any will do. ``text`` is the exposition as it came.
     """
 
     metrics: Samples | None = None
     metrics_reason: str = "/metrics was not read"
     json: Mapping[str, Any | Missing] = field(default_factory=dict)
     log_facts: Mapping[str, Value] = field(default_factory=dict)
+    log_given: bool = False
     model: str = ""
     text: str = ""
 

@@ -140,11 +140,15 @@ def _prefix_caching(view: View) -> Value:
         body = view.json(path)
         if isinstance(body, dict) and isinstance(off := body.get("disable_radix_cache"), bool):
             return view.reading("prefix_caching", not off, f"{path} disable_radix_cache, inverted")
-    return Missing("/server_info states no disable_radix_cache")
+    told = [body for path in _INFO_PATHS if not isinstance(body := view.json(path), Missing)]
+    return Missing("/server_info states no disable_radix_cache" if told else "/server_info was not read")
 
 
 def _max_model_len(view: View) -> Value:
-    rows = _part(view.json("/v1/models"), "data")
+    body = view.json("/v1/models")
+    if isinstance(body, Missing):
+        return body
+    rows = _part(body, "data")
     models = [row for row in rows if isinstance(row, dict) and row.get("parent") is None] if isinstance(rows, list) else []
     named = [row for row in models if row.get("id") == view.raw.model] or models
     lengths = [n for row in named if isinstance(n := row.get("max_model_len"), int) and not isinstance(n, bool) and n > 0]

@@ -111,6 +111,7 @@ def inspect(
     log = read_log(log_text)
     raw = live if live is not None else RawState(metrics_reason=_NO_SCRAPE)
     raw.model = raw.model or model
+    raw.log_given = raw.log_given or bool(log_text)
     apart = _take_scrapes(found, raw, pasted, candidates)
     _take_bodies(found, raw, pasted, candidates)
     dialect = chosen or _dialect(found, raw, log, candidates)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_kvcache.engines import Dialect, clean
 from pytest_kvcache.engines._dialect import looks_like
+from pytest_kvcache.observe.unwrapping import unpack, unwrap
 from pytest_kvcache.server.rootcause import strip_escapes
 
 MOST_BYTES = 32 << 20
@@ -22,6 +23,7 @@ _SAMPLE = re.compile(
     r"(?:[-+]?[0-9][0-9.]*+(?:[eE][-+]?[0-9]+)?|[-+]?[Ii]nf|NaN|nan)(?:[ \t]++[-+]?[0-9.]+)?(?:[ \t]*#[ \t]*\{.*)?[ \t]*\r?\Z"
 )
 _COMMENT = re.compile(r"[ \t]*# (?:HELP|TYPE|UNIT|EOF)\b")
+_CUT = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:.]*+(?:\{|\Z)")
 _STATUS = re.compile(r"HTTP/[0-9.]{1,3} ([0-9]{3})")
 
 
@@ -47,10 +49,12 @@ class Pasted:
 def sort_text(name: str, data: bytes) -> Pasted:
     """Return what a pasted text holds. Never raises; ``name`` is only for messages."""
     found = Pasted(name)
+    data, found.problem = unpack(data, MOST_BYTES)
     text = data.decode("utf-8-sig", "replace")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what a redirection of an older PowerShell writes
         text = data.decode("utf-16", "replace")
-    text = _without_headers(text, found)
+    whole = _json(text)  # a body on one line may look like a line of a log
+    text = text if whole is not None else _without_headers(unwrap(text), found)
     if not text.strip():
         found.problem = found.problem or "it is empty: nothing is told, which is not zero"
         return found
@@ -66,7 +70,19 @@ def sort_text(name: str, data: bytes) -> Pasted:
         found.json.append(whole)
         return found
     _split(text, found)
+    _end(text, found)
     return found
+
+
+def _end(text: str, found: Pasted) -> None:
+    """Say so where an exposition ends within a line: what was cut off is not known, and a number may have lost digits."""
+    last = text[text.rfind("\n") + 1 :].strip()
+    if not found.exposition or found.problem or not last:
+        return
+    if _SAMPLE.match(last):
+        found.problem = f"it does not end with a line end: if it was cut, {clean(re.split('[{ ]', last, maxsplit=1)[0], 80)} has lost digits"
+    elif _CUT.match(last):
+        found.problem = "it ends in the middle of a line: what should follow is not known"
 
 
 def _without_headers(text: str, found: Pasted) -> str:

@@ -56,6 +56,7 @@ class Reader:
         self.timeout_s = timeout_s
         path = log if log is not None else endpoint.log
         self.log_facts: Mapping[str, Value] = read_facts(path, LOG_HEAD_BYTES) if path is not None else {}
+        self._log_given = path is not None and path.is_file()
         self._wanted = frozenset[str]().union(*(each.wanted for each in self.candidates))
         self._metrics = endpoint.client(timeout_s=timeout_s, metrics=True)
         self._metrics.headers["Accept"] = _ACCEPT
@@ -92,7 +93,7 @@ class Reader:
         that was missing there). ``keep_text`` keeps the exposition as it came.
         """
         self._answered, self._failure, self._unanswered = False, None, 0
-        raw = RawState(log_facts=self.log_facts, model=self.endpoint.model)
+        raw = RawState(log_facts=self.log_facts, log_given=self._log_given, model=self.endpoint.model)
         answer, samples = self._read_metrics() if self._elsewhere is None else self._read_elsewhere(self._elsewhere, once)
         if isinstance(samples, Missing):
             raw.metrics_reason = samples.reason

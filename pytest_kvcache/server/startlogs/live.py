@@ -44,7 +44,7 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
     if not rows:
         return {}, []
     lines = [line for _, line in rows.values()]
-    source = "log, last periodic line: " + redact(" ".join(lines[-1].split()))[-160:]
+    source = f"log, last periodic line: {_end(redact(' '.join(lines[-1].split())))}"
     values: dict[str, Value] = {}
     for name in ("running", "waiting", "swapped", "used_tokens"):
         told = [row[name] for row, _ in rows.values() if name in row]
@@ -63,6 +63,11 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
         values["usage"] = Missing(f"{len(usages)} engines, and the log does not tell the weights of their pools: {shown}")
         notes.append(f"usage by engine in the log, fullest first: {shown}")
     return values, notes
+
+
+def _end(line: str, most: int = 160) -> str:
+    """Return the end of a line, from the start of a word on."""
+    return line if len(line) <= most else f"… {line[-most:].partition(' ')[2]}"
 
 
 def _row(line: str) -> tuple[str, Row] | None:
