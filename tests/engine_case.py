@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState
+from pytest_kvcache.engines import DIALECTS, Dialect, RawState, wanted_by
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import Reading, Value
 
@@ -37,7 +37,7 @@ class Case:
 
 
 def state(text: str | None, bodies: dict[str, Any], log: dict[str, Value], dialect: Dialect | None = None) -> RawState:
-    wanted = dialect.wanted if dialect is not None else frozenset().union(*(d.wanted for d in DIALECTS.values()))
+    wanted = dialect.wanted if dialect is not None else wanted_by(DIALECTS.values())
     metrics = None if text is None else parse_samples(text, wanted)
     return RawState(metrics=metrics, metrics_reason="/metrics was taken away", json=bodies, log_facts=log)
 

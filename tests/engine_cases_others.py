@@ -201,6 +201,35 @@ CASES = [
         right={"pool_blocks": 4096, "block_size": 16, "pool_tokens": 65536, "max_model_len": 40960, "max_num_seqs": 256, "running": 12, "waiting": 3},
     ),
     Case(
+        "dynamo",
+        "1.x, a frontend whose names begin otherwise",
+        "exposition/dynamo/1.x-frontend-prefix.prom",
+        right={
+            "pool_blocks": 2048, "block_size": 32, "pool_tokens": 65536, "max_model_len": 40960, "max_num_seqs": 128, "running": 9, "waiting": 2,
+            "rejections": 7,
+        },
+    ),
+    Case(
+        "triton_trtllm",
+        "23.11, whose families were called statistics, and a model without in-flight batching",
+        "exposition/triton_trtllm/backend-23.11.prom",
+        right={
+            "pool_blocks": 800, "used_blocks": 200, "free_blocks": 600, "usage": 0.25, "block_size": 64, "pool_tokens": 51200, "running": 5,
+            "max_num_seqs": 64,
+        },
+        never=frozenset({"swapped"}),
+    ),
+    Case(
+        "ray_sglang",
+        "two unequal replicas of Ray Serve",
+        "exposition/ray_sglang/serve.prom",
+        right={
+            "pool_tokens": 400000, "used_tokens": 250000, "free_tokens": 150000, "usage": 0.625, "running": 8, "waiting": 2, "preemptions": 0,
+            "prompt_tokens": 5000,
+        },
+        never=_SGLANG_NEVER,
+    ),
+    Case(
         "nim",
         "1.x",
         "exposition/nim/1.x.prom",

@@ -90,6 +90,23 @@ CASES = [
         never=_VLLM_NEVER,
     ),
     Case(
+        "vllm",
+        "through an OpenTelemetry collector that calls a gauge of unit 1 a ratio",
+        "exposition/vllm/otel-ratio.prom",
+        right={"usage": 0.5, "usable_blocks": 1000, "used_blocks": 500, "running": 8, "waiting": 3, "preemptions": 2, "kv_dtype": "fp8"},
+        never=_VLLM_NEVER,
+    ),
+    Case(
+        "vllm",
+        "a build of mid-2026 with one info series of everything",
+        "exposition/vllm/config-info-build.prom",
+        right={
+            "pool_blocks": 321, "usable_blocks": 320, "block_size": 8576, "used_blocks": 80, "usage": 0.25, "prefix_caching": True,
+            "gpu_memory_utilization": 0.9, "kv_dtype": "auto",
+        },
+        never=_VLLM_NEVER,
+    ),
+    Case(
         "ray_vllm",
         "two replicas of Ray Serve",
         "exposition/ray_vllm/serve.prom",

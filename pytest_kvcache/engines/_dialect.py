@@ -6,7 +6,7 @@ A rule is data. The reader in ``_reading.py`` applies it to what was read from a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,7 +183,10 @@ class Dialect:
 
     Series with different values of ``rank_label`` are engine ranks behind one front end; ``server_labels`` tell servers apart where one
     exposition holds several. ``label_aliases`` are other names of a label on some series. ``mirror_labels`` tell copies of one value
-    apart, which are never added. ``rows`` makes series out of JSON bodies. ``remarks`` says what a reader should know of a state.
+    apart, which are never added. ``rows`` makes series out of JSON bodies, or of series that were given other names. ``remarks`` says
+    what a reader should know of a state; ``asides`` are series that only it looks at, in ``View.raw``. ``info_aliases`` are other families
+    that hold the labels of an info series, each with what stands before its labels there. Series whose names end in one of
+    ``endings`` are kept as well: an engine whose users choose the prefix.
     ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
     ``full_errors`` are words of the engine's errors that a request gets only when the pool is full.
     """
@@ -212,6 +215,9 @@ class Dialect:
     rows: Callable[[RawState], Mapping[str, Sequence[Sample]]] | None = None
     remarks: Callable[[View], list[str]] | None = None
     meaning: str = ""
+    asides: tuple[str, ...] = ()
+    info_aliases: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    endings: tuple[str, ...] = ()
     since: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -226,12 +232,43 @@ class Dialect:
         found: dict[str, None] = dict.fromkeys(self.extra_series)
         for rule in (*self.reads.values(), self.version):
             found.update(dict.fromkeys(_series_of(rule)))
+        found.update(dict.fromkeys(alias for aliases in self.info_aliases.values() for alias, _ in aliases))
         return tuple(found)
 
     @cached_property
-    def wanted(self) -> frozenset[str]:
-        """Every spelling of every series that this dialect reads: what the parser has to keep."""
+    def read_names(self) -> frozenset[str]:
+        """Every spelling of every series that a quantity is read from."""
         return frozenset(spelled for name in self.families for spelled in spellings(name))
+
+    @cached_property
+    def wanted(self) -> frozenset[str]:
+        """What the parser has to keep: ``read_names``, and what remarks look at."""
+        names = self.read_names | set(self.asides)
+        return Wanted.of(names, self.endings) if self.endings else names  # a plain set is asked faster
+
+
+class Wanted(frozenset[str]):
+    """Names of series to keep; a name that ends in one of ``endings`` is in it as well."""
+
+    endings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str], endings: Iterable[str]) -> Wanted:
+        """Return a set of these names and endings."""
+        found = cls(names)
+        found.endings = tuple(dict.fromkeys(endings))
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and name.endswith(self.endings))
+
+
+def wanted_by(dialects: Iterable[Dialect], more: Iterable[str] = ()) -> frozenset[str]:
+    """Return what several dialects want together, and ``more`` names."""
+    every = list(dialects)
+    names = frozenset(more).union(*(dialect.wanted for dialect in every))
+    endings = [ending for dialect in every for ending in dialect.endings]
+    return Wanted.of(names, endings) if endings else names
 
 
 def _series_of(rule: Rule) -> tuple[str, ...]:
@@ -253,17 +290,20 @@ def spellings(name: str) -> tuple[str, ...]:
     """Return the forms in which a series name of an engine is found, its own form first.
 
     Exporters, collectors and Ray rename: ``vllm:x`` is also ``vllm_x``, ``vllm.x``, ``ray_vllm_x`` and ``ray_vllm:x``; a counter
-    ``vllm:x_total`` is also ``vllm.x.total`` and ``vllm.x.count``. Source: engines.md, sections 10 and 11. A name without a colon has one
-    form, but for TensorRT-LLM's, which Dynamo printed with a colon (section 5).
+    ``vllm:x_total`` is also ``vllm.x.total`` and ``vllm.x.count``, and a gauge ``vllm:x`` that OpenTelemetry gave the unit 1 is ``vllm_x_ratio``.
+    Ray's own adapter writes ``ray_serve_sglang_x``. Source: engines.md, sections 10 and 11; OpenTelemetry's Prometheus normalization.
+    A name without a colon has one form, but for TensorRT-LLM's, which Dynamo printed with a colon (section 5).
     """
     known = _SPELLINGS.get(name)
     if known is None:
         prefix, colon, rest = name.partition(":")
         forms: tuple[str, ...] = (name,)
         if colon:
-            forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}")
+            forms = (name, f"{prefix}_{rest}", f"ray_{prefix}_{rest}", f"ray_{name}", f"{prefix}.{rest}", f"ray_serve_{prefix}_{rest}")
         if colon and rest.endswith("_total"):
             forms += (f"{prefix}.{rest.removesuffix('_total')}.total", f"{prefix}.{rest.removesuffix('_total')}.count")
+        elif colon and not rest.endswith(("_info", "_created")):
+            forms += (f"{prefix}_{rest}_ratio", f"{name}_ratio")
         elif name.startswith("trtllm_"):
             forms += (name.replace("_", ":", 1),)
         known = _SPELLINGS[name] = forms
@@ -272,7 +312,8 @@ def spellings(name: str) -> tuple[str, ...]:
 
 def has_prefix(name: str, prefix: str) -> bool:
     """Say whether a series name as found in an exposition belongs to an engine whose own names begin with ``prefix`` and a colon."""
-    return any(bare.startswith(prefix) and bare[len(prefix) : len(prefix) + 1] in {":", "_", "."} for bare in (name, name.removeprefix("ray_")))
+    bares = (name, name.removeprefix("ray_"), name.removeprefix("ray_serve_"))
+    return any(bare.startswith(prefix) and bare[len(prefix) : len(prefix) + 1] in {":", "_", "."} for bare in bares)
 
 
 def looks_like(body: Any, sign: tuple[str, ...]) -> bool:

@@ -27,10 +27,12 @@ ADDED = frozenset(QUANTITIES) - SAME - LEAST - LATEST - {"usage"}
 def samples_of(dialect: Dialect, raw: RawState) -> Samples | None:
     """Return the exposition with the series that the dialect makes of JSON bodies."""
     made = dialect.rows(raw) if dialect.rows is not None else {}
-    if not made:
-        return raw.metrics
+    if raw.metrics is None and not made:
+        return None
     told = raw.metrics if raw.metrics is not None else Samples({}, frozenset())
-    return Samples({**told.rows, **made}, told.names | made.keys(), told.bad_lines)
+    # What other dialects wanted, or what only remarks look at, must not tell parts apart.
+    rows = {name: rows for name, rows in told.rows.items() if name in dialect.read_names}
+    return Samples({**rows, **made}, told.names | made.keys(), told.bad_lines)
 
 
 class View:
@@ -116,6 +118,11 @@ class View:
         if self.raw.metrics is None:
             return family, Missing(self.raw.metrics_reason)
         spelled, rows = self.rows(family, shared=True)
+        for alias, before in () if rows else self.dialect.info_aliases.get(family, ()):
+            other, found = self.rows(alias, shared=True)
+            if found:
+                spelled, rows, label = other, found, before + label
+                break
         source = f"{spelled}{{{label}}}"
         if not rows:
             models = self.models

@@ -16,8 +16,8 @@ _INTRO = """\
 
 Made from the dialects in `pytest_kvcache/engines`; `nox -s docs` writes this page again. A quantity that is absent is Missing, with that
 reason, and is never taken for zero; a gate on one that cannot happen does not apply. Sources are tried in the order in which they
-stand; what they share with a second series is never added. Names are the engine's own: `vllm:x` is read as `vllm_x`, `vllm.x` and `ray_vllm_x`
-as well, and labels that Prometheus renamed to `exported_x` as `x`.
+stand; what they share with a second series is never added. Names are the engine's own: `vllm:x` is read as `vllm_x`, `vllm.x`, `ray_vllm_x`
+and `vllm_x_ratio` (OpenTelemetry) as well, and labels that Prometheus renamed to `exported_x` as `x`.
 """
 
 

@@ -2,19 +2,28 @@
 
 A worker shows its own figures (``dynamo_component_*``) and passes the series of the engine inside through: of the two one is taken, and
 never both. ``gpu_cache_usage_percent`` is a ratio in spite of its name. The frontend tells the pool of the first worker only and no
-usage. With SGLang inside, blocks are tokens. Source: ai-dynamo/dynamo, ``docs/observability/metrics.md`` and
-``lib/runtime/src/metrics/prometheus_names.rs``.
+usage; what it says of each worker's blocks is its router's own prediction. Its prefix may be another one (``DYN_METRICS_PREFIX``): it is
+then known by the ends of its names. With SGLang inside, blocks are tokens. Source: ai-dynamo/dynamo, ``docs/observability/metrics.md``
+and ``lib/runtime/src/metrics/prometheus_names.rs``.
 """
 
 from __future__ import annotations
 
-from pytest_kvcache.engines._dialect import TARGET_LABELS, Derived, Dialect, InfoLabel, JsonPath, Series, absent, first_of
+from collections.abc import Mapping, Sequence
+
+from pytest_kvcache.engines._dialect import TARGET_LABELS, Derived, Dialect, InfoLabel, JsonPath, Series, absent, first_of, has_prefix
 from pytest_kvcache.engines._reading import View
+from pytest_kvcache.engines._state import RawState, Sample, clean
 from pytest_kvcache.quantities import Missing, Reading, Value
 
 _TOTAL = ("dynamo_component_total_blocks", "dynamo_component_kvstats_total_blocks")
 _ACTIVE = "dynamo_component_kvstats_active_blocks"
+_FRONTEND = "dynamo_frontend"
 _FRONT = "dynamo_frontend_model_total_kv_blocks"
+# Only Dynamo's frontend has names that end so; any of them gives its prefix away.
+_SURE = ("_model_total_kv_blocks", "_model_kv_cache_block_size", "_model_max_num_batched_tokens")
+_ENDINGS = (*_SURE[:2], "_model_context_length", "_model_max_num_seqs", "_inflight_requests", "_queued_requests", "_model_rejection_total")
+_PREDICTED = "_worker_active_decode_blocks"
 _INFLIGHT, _QUEUED = "dynamo_frontend_inflight_requests", "dynamo_frontend_queued_requests"
 _INSIDE = "needs the series of the engine inside, on the worker's port (DYN_SYSTEM_PORT)"
 _WORKER = "a worker tells it (DYN_SYSTEM_PORT), the frontend does not"
@@ -29,6 +38,35 @@ _USAGE = Series(
     hint=_WORKER,
 )  # fmt: skip
 _SGLANG = ("sglang:num_running_reqs", "sglang:token_usage", "sglang:max_total_num_tokens")
+
+
+def _prefix(raw: RawState) -> str:
+    """Return what the frontend's names begin with; "" where there is no frontend."""
+    names = raw.metrics.names if raw.metrics is not None else frozenset()
+    found = sorted({name[: -len(ending)] for name in names for ending in _SURE if name.endswith(ending)})
+    return _FRONTEND if _FRONTEND in found else next(iter(found), "")
+
+
+def _claims(raw: RawState) -> bool:
+    return raw.metrics is not None and (any(has_prefix(name, "dynamo") for name in raw.metrics.names) or bool(_prefix(raw)))
+
+
+def _rows(raw: RawState) -> Mapping[str, Sequence[Sample]]:
+    """Return the frontend's series under their usual names, where its prefix is another one."""
+    prefix = _prefix(raw)
+    if raw.metrics is None or prefix in {"", _FRONTEND}:
+        return {}
+    return {_FRONTEND + ending: raw.metrics.rows[prefix + ending] for ending in _ENDINGS if prefix + ending in raw.metrics.rows}
+
+
+def _predicted(raw: RawState) -> str:
+    """Return what the frontend's router believes that each worker's requests hold."""
+    rows = raw.metrics.rows.get((_prefix(raw) or _FRONTEND) + _PREDICTED, ()) if raw.metrics is not None else ()
+    shown = [
+        f"{clean(row.labels.get('worker_id', '-'), 30)} {clean(row.labels.get('worker_type', ''), 20)}".strip() + f": {row.value:.0f}"
+        for row in sorted(rows, key=lambda row: -row.value)[:8]
+    ]
+    return ", ".join(shown)
 
 
 def _block_size(view: View) -> Value:
@@ -76,6 +114,13 @@ def _remarks(view: View) -> list[str]:
         notes.append(f"frontend: {_INFLIGHT} are all that have no full answer yet; {_QUEUED} of them wait or are in prefill")
     if view.has(_FRONT) and not view.has(*_TOTAL):
         notes.append("frontend: the pool is that of the first worker only")
+    prefix, predicted = _prefix(view.raw), _predicted(view.raw)
+    if prefix not in {"", _FRONTEND}:
+        notes.append(f"frontend: its names begin with {clean(prefix, 60)} (DYN_METRICS_PREFIX)")
+    if predicted:
+        notes.append(
+            f"frontend: decode blocks by worker as its router predicts them, fullest first: {predicted}; a worker's own port tells what is used"
+        )
     return notes
 
 
@@ -91,6 +136,9 @@ DIALECT = Dialect(
     name="dynamo",
     title="NVIDIA Dynamo",
     series_prefix="dynamo",
+    claims=_claims,
+    endings=(*_ENDINGS, _PREDICTED),
+    rows=_rows,
     counts="blocks",
     idle_cached_is_free=None,
     covers=("vllm", "sglang", "trtllm_serve", "llm_d_sim"),
@@ -137,7 +185,10 @@ DIALECT = Dialect(
         "waiting_capacity": Series(("vllm:num_requests_waiting_by_reason",), where={("reason",): ("capacity",)}, hint=_INSIDE),
         "swapped": absent("it depends on the engine inside"),
         "preemptions": Series(("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"), hint=_INSIDE),
-        "rejections": absent("Dynamo answers 503 when it is overloaded and counts it among all failed requests"),
+        # HTTP 503, 529 from 1.x on: no worker is below its busy threshold.
+        "rejections": Series(
+            ("dynamo_frontend_model_rejection_total",), over=("endpoint",), hint="the frontend tells it, from 1.0 on and after its first refusal"
+        ),
         "prefix_queries": Series(("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total"), hint=_INSIDE),
         "prefix_hits": first_of(
             Series(("vllm:prefix_cache_hits_total",), hint=_INSIDE),

@@ -11,6 +11,7 @@ import dataclasses
 from pytest_kvcache.engines._dialect import Series
 from pytest_kvcache.engines._state import RawState
 from pytest_kvcache.engines.vllm import DIALECT as VLLM
+from pytest_kvcache.engines.vllm import HITS, QUERIES
 
 _UNBORN = "Ray shows a counter only after its first event"
 
@@ -36,5 +37,7 @@ DIALECT = dataclasses.replace(
             unborn=_UNBORN,
             alive=("vllm:num_requests_running", "vllm:num_requests_waiting"),
         ),
+        # Looked up and never found: the counter of lookups is there, that of hits is not yet.
+        "prefix_hits": Series(HITS, unborn=_UNBORN, alive=QUERIES[:1]),
     },
 )

@@ -10,17 +10,20 @@ from pytest_kvcache.engines._reading import View
 from pytest_kvcache.quantities import Missing, Value
 
 _BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
-_REQUESTS = "nv_trt_llm_request_metrics"
-_BATCHER = "nv_trt_llm_inflight_batcher_metrics"
+# Releases before 23.12 called the families statistics. A model of type V1 (no in-flight batching) has the same blocks and requests.
+_BLOCK_NAMES = (_BLOCKS, "nv_trt_llm_kv_cache_block_statistics")
+_REQUESTS = ("nv_trt_llm_request_metrics", "nv_trt_llm_request_statistics")
+_BATCHER = ("nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_inflight_batcher_statistics")
+_V1 = ("nv_trt_llm_v1_metrics", "nv_trt_llm_v1_statistics")
 _NO_COUNTER = absent("the backend shows gauges only and counts nothing")
 
 
 def _block(kind: str) -> Series:
-    return Series((_BLOCKS,), where={("kv_cache_block_type",): (kind,)})
+    return Series(_BLOCK_NAMES, where={("kv_cache_block_type",): (kind,)})
 
 
 def _request(kind: str, hint: str = "") -> Series:
-    return Series((_REQUESTS,), where={("request_type",): (kind,)}, hint=hint)
+    return Series(_REQUESTS, where={("request_type",): (kind,)}, hint=hint)
 
 
 def _free(view: View) -> Value:
@@ -56,12 +59,12 @@ def _pool_tokens(view: View) -> Value:
 
 
 def _remarks(view: View) -> list[str]:
-    notes = []
+    notes = ["a model of type V1: no in-flight batching, a batch runs to its end"] if view.has(*_V1) else []
     for part in view.parts:
         told, computed = part.apply(_block("fraction"), "usage"), part.value("usage")
         if not isinstance(told, Missing) and not isinstance(computed, Missing) and abs(told.number() - computed.number()) > 0.01:
             notes.append(f"the backend's own fraction reads {told.number():g}, used / max is {computed.number():.4g}: the blocks are taken")
-        paused = part.apply(Series((_BATCHER,), where={("inflight_batcher_specific_metric",): ("paused_requests",)}), "waiting")
+        paused = part.apply(Series(_BATCHER, where={("inflight_batcher_specific_metric",): ("paused_requests",)}), "waiting")
         if not isinstance(paused, Missing) and paused.number() > 0:
             notes.append(f"{paused.number():.0f} requests are paused for want of blocks")
     return notes
@@ -76,14 +79,14 @@ DIALECT = Dialect(
     server_labels=(*TARGET_LABELS, "version"),
     model_label="model",
     version=absent("Triton's metrics do not name its version"),
-    extra_series=(_BATCHER,),
+    extra_series=_BATCHER,
     remarks=_remarks,
-    since={"": "0.12", "waiting": "0.18 (not in 0.12 to 0.17)"},
+    since={"": "23.11 (families called statistics; metrics: 23.12)", "waiting": "0.18 (not in 0.12 to 0.17)"},
     reads={
         "pool_blocks": _block("max"),
         "usable_blocks": _block("max"),
         "block_size": first_of(_block("tokens_per"), LogFact()),
-        "pool_tokens": Derived("max blocks x tokens_per", _pool_tokens, (_BLOCKS,)),
+        "pool_tokens": Derived("max blocks x tokens_per", _pool_tokens, _BLOCK_NAMES),
         "pool_bytes": first_of(LogFact(), absent("the backend's memory figures are of its runtime, not of its pool")),
         "max_concurrency": absent("the backend gives no such figure"),
         "max_model_len": first_of(LogFact(), absent("it stands in the model's configuration (max_tokens_in_paged_kv_cache, max_seq_len)")),
@@ -96,7 +99,7 @@ DIALECT = Dialect(
         "free_blocks": first_of(_block("free"), Derived("max - used", _free)),
         "used_tokens": absent("TensorRT-LLM counts blocks: see used_blocks"),
         "free_tokens": absent("TensorRT-LLM counts blocks: see free_blocks"),
-        "usage": first_of(Derived("used / max", _usage, (_BLOCKS,)), _block("fraction")),
+        "usage": first_of(Derived("used / max", _usage, _BLOCK_NAMES), _block("fraction")),
         "running": _request("scheduled"),
         "waiting": _request("waiting", hint="the row is not there in 0.12 to 0.17"),
         "waiting_capacity": absent("the backend does not tell why a request waits"),

@@ -218,6 +218,10 @@ def _swapped(view: View) -> Value:
 _USAGE = Series(("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"))
 
 
+QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries")
+HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits")
+
+
 def _finished(*reasons: str) -> Series:
     return Series(_SUCCESS, where={_REASON: reasons} if reasons else {}, over=_REASON)
 
@@ -272,6 +276,8 @@ DIALECT = Dialect(
     # NVIDIA's NIM containers serve vLLM's series at the second.
     metrics_paths=("/metrics", "/v1/metrics"),
     version=JsonField("/version", ("version",), "text"),
+    # A build of mid-2026 had them there (vLLM issue 44691).
+    info_aliases={INFO: (("vllm:vllm_config_info", "cache_config_"),)},
     extra_series=(_SLEEP, *_V0_SIGNS),
     remarks=_remarks,
     since={
@@ -322,8 +328,8 @@ DIALECT = Dialect(
         "rejections": Series(
             ("vllm:admission_rejections_total", "vllm:admission_rejections"), over=("reason",), hint="needs vLLM 0.31 or newer and a queue limit"
         ),
-        "prefix_queries": Series(("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "vllm:prefix_cache_queries")),
-        "prefix_hits": Series(("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "vllm:prefix_cache_hits")),
+        "prefix_queries": Series(QUERIES),
+        "prefix_hits": Series(HITS),
         "prompt_tokens": Series(("vllm:prompt_tokens_total", "vllm:prompt_tokens")),
         "generation_tokens": Series(("vllm:generation_tokens_total", "vllm:generation_tokens")),
         "finished": _finished(),

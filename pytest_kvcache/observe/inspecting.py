@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, clean, detect, named, read_values
+from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, clean, detect, named, read_values, wanted_by
 from pytest_kvcache.errors import UnknownEngine, UsageError
 from pytest_kvcache.observe.dcgm import FAMILIES as DCGM_FAMILIES
 from pytest_kvcache.observe.dcgm import read_dcgm
@@ -32,6 +32,7 @@ from pytest_kvcache.server.startlogs.live import live_values
 _TAIL = 2 << 20
 _MOST_FILES = 64
 _V0_BLOCKS = re.compile(r"# ?\w{1,20} blocks: ")
+_MOST_ERRORS = 12
 _NO_SCRAPE = "no scrape of /metrics was given"
 
 
@@ -142,7 +143,7 @@ def inspect(
 
 def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], candidates: Sequence[Dialect]) -> bool:
     """Parse the expositions into ``raw`` and the cards into ``found``; say whether they are of several servers."""
-    wanted = frozenset[str]().union(*(dialect.wanted for dialect in candidates)) | DCGM_FAMILIES
+    wanted = wanted_by(candidates, DCGM_FAMILIES)
     parts: list[tuple[str, Samples]] = []
     texts: set[str] = set()
     cards: dict[str, list[Any]] = {}
@@ -179,24 +180,35 @@ def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], ca
 def _take_bodies(found: Inspection, raw: RawState, pasted: Sequence[Pasted], candidates: Sequence[Dialect]) -> None:
     bodies: dict[str, Any] = dict(raw.json)
     for part in pasted:
+        unknown: dict[str, int] = {}
+        errors: dict[str, int] = {}
         for body in part.json:
             said = error_of(body)
             paths = [] if said else body_paths(body, candidates)
             if said:
-                found.notes.append(f"{part.name}: an error of the server: {redact(said)}")
-            elif not paths:
-                empty = body in ([], {})
-                keys = ", ".join(clean(str(key), 40) for key in list(_first(body))[:8])
+                errors[redact(said)] = errors.get(redact(said), 0) + 1
+            elif body in ([], {}):
                 found.notes.append(
                     f"{part.name}: an empty JSON body: nothing is told, which is not zero (trtllm-serve answers so before its first request)"
-                    if empty
-                    else f"{part.name}: a JSON body that no dialect reads (keys: {keys or 'none'})"
                 )
+            elif not paths:
+                keys = ", ".join(clean(str(key), 40) for key in list(_first(body))[:8]) or "none"
+                unknown[keys] = unknown.get(keys, 0) + 1
             for path in paths:
                 if path in bodies and not isinstance(bodies[path], Missing) and bodies[path] != body:
                     found.notes.append(f"{part.name}: a second body of {path}; the last one counts")
                 bodies[path] = body
+        found.notes += [f"{part.name}: {_times('an error of the server', count)}: {said}" for said, count in list(errors.items())[:_MOST_ERRORS]]
+        if len(errors) > _MOST_ERRORS:
+            found.notes.append(f"{part.name}: {len(errors) - _MOST_ERRORS} more errors of the server")
+        found.notes += [
+            f"{part.name}: {_times('a JSON body', count)} that no dialect reads (keys: {keys})" for keys, count in list(unknown.items())[:_MOST_ERRORS]
+        ]
     raw.json = bodies
+
+
+def _times(what: str, count: int) -> str:
+    return what if count == 1 else f"{count} times {what}"
 
 
 def _first(body: Any) -> Mapping[str, Any]:

@@ -154,9 +154,15 @@ def body_paths(body: Any, dialects: Iterable[Dialect]) -> list[str]:
 
 
 def error_of(body: Any) -> str:
-    """Return the message of an error body (``{"error": ...}``, ``{"object": "error"}``); "" where it is none."""
+    """Return the message of an error body (``{"error": ...}``, ``{"object": "error"}``); "" where it is none.
+
+    An answer that a client wrote down with its status (``{"status": 400, "body": {...}}``) is its body.
+    """
     if not isinstance(body, dict):
         return ""
+    if "status" in body and isinstance(inner := body.get("body", body.get("sse")), dict):
+        said = error_of(inner)
+        return f"HTTP {clean(str(body['status']), 10)}: {said}" if said else ""
     error = body.get("error")
     if isinstance(error, dict):
         return clean(str(error.get("message", "an error without a message")), 300)

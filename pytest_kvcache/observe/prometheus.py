@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Sample, Samples, clean, detect, read, read_values
+from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Sample, Samples, clean, detect, read, read_values, wanted_by
 from pytest_kvcache.errors import CannotJudge, EndpointRefused, UnknownEngine, UsageError
 from pytest_kvcache.observe.joining import telling_servers_apart
 from pytest_kvcache.observe.sampled import SAMPLED
@@ -88,7 +88,7 @@ class Prometheus:
         self.selector = _matchers(selector)
         self.timeout_s = timeout_s
         self.dialects = list(DIALECTS.values() if dialects is None else dialects)
-        self._wanted = frozenset[str]().union(*(dialect.wanted for dialect in self.dialects))
+        self._wanted = wanted_by(self.dialects)
         self._names_held: list[str] = []
         self._client = self.endpoint.client(timeout_s=timeout_s, metrics=True)
 
@@ -234,7 +234,7 @@ class Prometheus:
         if not isinstance(held, list):
             raise self._no_prometheus("its list of names has another form")
         names = [name for name in held if isinstance(name, str)]
-        known = sorted(self._wanted.intersection(names))
+        known = sorted(name for name in names if name in self._wanted)
         if known:
             return known
         where = self.endpoint.shown

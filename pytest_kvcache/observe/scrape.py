@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from pytest_kvcache.engines import DIALECTS, Dialect, JsonPath, RawState, Samples, detect, named, owned_by, read, signs
+from pytest_kvcache.engines import DIALECTS, Dialect, JsonPath, RawState, Samples, detect, named, owned_by, read, signs, wanted_by
 from pytest_kvcache.errors import EndpointUnreachable
 from pytest_kvcache.observe.answers import MOST_METRICS_BYTES, refusal, samples_of
 from pytest_kvcache.observe.elsewhere import Elsewhere
@@ -57,7 +57,7 @@ class Reader:
         path = log if log is not None else endpoint.log
         self.log_facts: Mapping[str, Value] = read_facts(path, LOG_HEAD_BYTES) if path is not None else {}
         self._log_given = path is not None and path.is_file()
-        self._wanted = frozenset[str]().union(*(each.wanted for each in self.candidates))
+        self._wanted = wanted_by(self.candidates)
         self._metrics = endpoint.client(timeout_s=timeout_s, metrics=True)
         self._metrics.headers["Accept"] = _ACCEPT
         self._api = endpoint.client(timeout_s=timeout_s)

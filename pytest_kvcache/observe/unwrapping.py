@@ -105,7 +105,7 @@ def _messages(text: str) -> str | None:
     told = [_message(line) for line in lines]
     if sum(message is not None for message in told) < _MOST_OF * len(lines):
         return None
-    if len(lines) < 2 and not _DOCKER <= _object(lines[0]).keys():
+    if len(lines) < 2 and not _object(lines[0]).keys() >= _DOCKER:
         return None
     parts: list[str] = []
     for line in text.split("\n"):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pytest_kvcache.engines import DIALECTS, RawState, Values, detect, read_values
+from pytest_kvcache.engines import DIALECTS, RawState, Values, detect, read_values, wanted_by
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.quantities import Missing, Reading
 
 DATA = Path(__file__).parent.parent / "data" / "exposition"
-WANTED = frozenset[str]().union(*(dialect.wanted for dialect in DIALECTS.values()))
+WANTED = wanted_by(DIALECTS.values())
 
 
 def state(text: str | None = None, bodies: dict[str, Any] | None = None) -> RawState:
@@ -53,6 +53,7 @@ def test_a_gauge_in_percent_is_refused_and_not_taken_for_a_full_pool(name: str) 
         "vllm": 'vllm:kv_cache_usage_perc{model_name="m"} 87.5',
         "ray_vllm": 'ray_vllm_kv_cache_usage_perc{model_name="m"} 87.5',
         "llm_d_sim": 'vllm:kv_cache_usage_perc{model_name="m"} 87.5',
+        "ray_sglang": 'ray_sglang_token_usage{model_name="m"} 87.5',
         "sglang": 'sglang:token_usage{model_name="m"} 87.5',
         "trtllm_serve": "trtllm_kv_cache_utilization 87.5",
         "triton_trtllm": 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="m"} 87.5',
