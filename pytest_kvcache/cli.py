@@ -95,6 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.add_argument("--prometheus", default="", metavar="URL", help="read a fleet out of this Prometheus server")
     inspect.add_argument("--selector", default="", metavar="MATCHERS", help='label matchers of its targets, as in job="vllm"')
+    inspect.add_argument(
+        "--cards", default="", metavar="MATCHERS", help="label matchers of its DCGM exporters [default: those of the targets' pods or nodes]"
+    )
     inspect.add_argument("--prometheus-api-key-env", default="", metavar="NAME", help="environment variable that holds its key")
     inspect.add_argument("--at", default="", metavar="TIME", help="a time that is past: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
     inspect.add_argument("--window", default="", metavar="DURATION", help="the time before --at, as in 60s or 2h: peaks and lows of each target")

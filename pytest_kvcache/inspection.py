@@ -16,6 +16,7 @@ from pathlib import Path
 from pytest_kvcache import units
 from pytest_kvcache.engines import DIALECTS, RawState, clean, imported
 from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.observe.fleet_cards import Cards, read_cards
 from pytest_kvcache.observe.inspecting import Inspection, inspect, of_fleet, read_sources
 from pytest_kvcache.observe.prometheus import Prometheus, Target
 from pytest_kvcache.observe.scrape import fetch
@@ -33,8 +34,8 @@ def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
         if arguments.sources:
             raise UsageError("--prometheus and files exclude each other", hint="one source at a time")
         return _fleet(arguments, settings)
-    if arguments.at or arguments.window or arguments.selector:
-        raise UsageError("--at, --window and --selector belong to --prometheus", hint="name the server with --prometheus URL")
+    if arguments.at or arguments.window or arguments.selector or arguments.cards:
+        raise UsageError("--at, --window, --selector and --cards belong to --prometheus", hint="name the server with --prometheus URL")
     names = arguments.sources or ([] if sys.stdin.isatty() else ["-"])
     urls = [name for name in names if name.lower().startswith(("http://", "https://")) and not Path(name).exists()]
     if len(urls) > 1:
@@ -82,15 +83,21 @@ def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
         proxy=settings.proxy,
         timeout_s=max(settings.scrape_timeout_s, 30.0),
     ) as server:
-        if not arguments.window:
-            return _print(of_fleet(server.snapshot(at)), arguments.json)
         end = time.time() if at is None else at
-        length = units.parse_seconds(arguments.window)
-        targets = server.window(end - length, end, units.parse_seconds(arguments.step))
+        if not arguments.window:
+            fleet = server.snapshot(end)
+            cards = read_cards(server, fleet.labels, end, end, 1.0, arguments.cards)
+            found = of_fleet(fleet, cards.rows)
+            found.notes += [f"cards: {cards.note}"] if cards.note else []
+            return _print(found, arguments.json)
+        length, step = units.parse_seconds(arguments.window), units.parse_seconds(arguments.step)
+        targets = server.window(end - length, end, step)
+        cards = read_cards(server, [target.labels for target in targets], end - length, end, step, arguments.cards)
     if arguments.json:
-        print(json.dumps(_window_json(targets), indent=1, ensure_ascii=True))
+        print(json.dumps({**_window_json(targets), **_cards_json(cards)}, indent=1, ensure_ascii=True))
     else:
         print(_window_text(targets, end - length, end))
+        print(_cards_text(cards), end="")
     if not any(row.values for target in targets for row in target.rows):
         raise CannotJudge("no target told a quantity in this window", where=server.endpoint.shown, hint="another --at, or a wider --window")
     return 0
@@ -148,6 +155,37 @@ def _window_json(targets: Sequence[Target]) -> dict[str, object]:
             for target in targets
         ]
     }
+
+
+def _cards_json(cards: Cards) -> dict[str, object]:
+    import msgspec
+
+    return {
+        "cards": [{"card": msgspec.to_builtins(one.card), "least_free_bytes": one.least_free_bytes, "points": one.points} for one in cards.windows],
+        "cards_note": cards.note,
+    }
+
+
+def _cards_text(cards: Cards) -> str:
+    from tabulate import tabulate
+
+    if not cards.windows:
+        return f"- cards: {clean(cards.note, 400)}\n" if cards.note else ""
+    rows = [
+        (
+            one.card.host or "-",
+            one.card.index if one.card.index >= 0 else one.card.uuid,
+            one.card.name,
+            units.show_bytes(one.card.used_bytes),
+            units.show_bytes(one.least_free_bytes),
+            units.show_bytes(one.card.total_bytes),
+            ", ".join(f"{name} {value}" for name, value in one.card.labels.items()),
+            one.points,
+        )
+        for one in cards.windows
+    ]
+    heads = ("node", "card", "model", "used peak", "free min", "of total", "of", "points")
+    return f"\n{tabulate(rows, headers=heads, disable_numparse=True)}\n\n- cards: {clean(cards.note, 400)}\n"
 
 
 def _window_text(targets: Sequence[Target], start: float, end: float) -> str:

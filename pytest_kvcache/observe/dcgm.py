@@ -22,7 +22,7 @@ _MIB = 1 << 20
 _MOST_CARDS = 4096
 # Where Prometheus scraped the exporter, the labels of the workload are called exported_... and the plain ones are the exporter's.
 _USERS = ("namespace", "pod", "container")
-_HOSTS = ("Hostname", "hostname", "node", "instance")
+HOSTS = ("Hostname", "hostname", "node", "instance")
 
 Card = tuple[str, str, str, str]
 
@@ -77,7 +77,7 @@ def read_dcgm(text: str | bytes | Samples) -> list[GpuRow] | Missing:
 
 
 def _card(labels: Mapping[str, str]) -> Card:
-    host = next((labels[name] for name in _HOSTS if labels.get(name)), "")
+    host = next((labels[name] for name in HOSTS if labels.get(name)), "")
     return host, labels.get("UUID", ""), labels.get("gpu", ""), labels.get("GPU_I_ID", "")
 
 

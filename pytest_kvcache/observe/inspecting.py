@@ -202,7 +202,8 @@ def _take_bodies(found: Inspection, raw: RawState, pasted: Sequence[Pasted], can
         if len(errors) > _MOST_ERRORS:
             found.notes.append(f"{part.name}: {len(errors) - _MOST_ERRORS} more errors of the server")
         found.notes += [
-            f"{part.name}: {_times('a JSON body', count)} that no dialect reads (keys: {keys})" for keys, count in list(unknown.items())[:_MOST_ERRORS]
+            f"{part.name}: {_times('a JSON body', count)} that no dialect reads (keys: {keys})"
+            for keys, count in list(unknown.items())[:_MOST_ERRORS]
         ]
     raw.json = bodies
 
@@ -287,14 +288,17 @@ def _nothing(pasted: Sequence[Pasted], raw: RawState) -> str:
         lines = [line for part in pasted for line in part.log.splitlines() if line.strip()][:2]
         shown = "; ".join(repr(clean(redact(line), 120)) for line in lines)
         if any(part.json for part in pasted) and not shown:
-            reasons = ["none of the JSON bodies is one that a dialect reads"]
+            errors = all(error_of(body) for part in pasted for body in part.json)
+            reasons = [
+                "the JSON bodies are errors of a server and tell no quantity" if errors else "none of the JSON bodies is one that a dialect reads"
+            ]
         else:
             reasons = [f"no engine is known by this text{f', which begins {shown}' if shown else ''}"]
     return "cannot judge: " + ("; ".join(reasons) or "what was given tells no quantity")
 
 
-def of_fleet(fleet: Fleet) -> Inspection:
-    """Return what a Prometheus server tells of a fleet, as an Inspection with one row a target."""
+def of_fleet(fleet: Fleet, cards: Sequence[GpuRow] = ()) -> Inspection:
+    """Return what a Prometheus server tells of a fleet and its ``cards``, as an Inspection with one row a target."""
     whole = fleet.whole
     ranks = {name: {n: value.to_value() for n, value in record.quantities.items()} for name, record in fleet.targets.items()}
     notes = list(whole.notes)
@@ -308,6 +312,7 @@ def of_fleet(fleet: Fleet) -> Inspection:
         quantities={name: value.to_value() for name, value in whole.quantities.items()},
         ranks=ranks if len(ranks) > 1 else {rank: {n: v.to_value() for n, v in values.items()} for rank, values in whole.per_rank.items()},
         notes=notes,
+        gpus=list(cards),
         inputs=[f"Prometheus {whole.endpoint}: {len(fleet.targets)} targets"],
         judged=any(isinstance(record.to_value(), Reading) for record in whole.quantities.values()),
     )

@@ -55,13 +55,14 @@ class Target:
 class Fleet:
     """All targets at one moment: ``whole`` combines them by the rule of each quantity (pools add, usage is weighted by blocks).
 
-    ``skipped`` are targets that the selector matches and no dialect reads.
+    ``skipped`` are targets that the selector matches and no dialect reads, ``labels`` those of the targets that are read.
     """
 
     whole: SnapshotRecord
     targets: dict[str, SnapshotRecord]
     title: str = ""
     skipped: tuple[str, ...] = ()
+    labels: tuple[Mapping[str, str], ...] = ()
 
 
 class Prometheus:
@@ -144,6 +145,7 @@ class Prometheus:
             )
         targets: dict[str, SnapshotRecord] = {}
         states: list[tuple[Dialect, Samples]] = []
+        labels_of: list[Mapping[str, str]] = []
         skipped: list[str] = []
         for key, found in sorted(_by_target(series).items()):
             samples = _samples((labels, value[0][1]) for labels, value in found)
@@ -157,6 +159,7 @@ class Prometheus:
                 continue
             targets[_name(key)] = read(dialect, raw, wall_s, _name(key))
             states.append((dialect, samples))
+            labels_of.append(dict(key))
         if not states:
             raise CannotJudge(
                 f"{len(skipped)} targets match, and no dialect reads any of them",
@@ -175,7 +178,12 @@ class Prometheus:
                 joined.setdefault(name, []).extend(rows)
         several = telling_servers_apart(first, *_TARGET) if len(states) > 1 else first
         whole = read(several, self._state(Samples(joined, frozenset(joined))), wall_s, self.endpoint.shown)
-        return Fleet(whole, targets, first.title, tuple(skipped))
+        return Fleet(whole, targets, first.title, tuple(skipped), tuple(labels_of))
+
+    def series(self, names: Iterable[str], selector: str, start_wall_s: float, end_wall_s: float, step_s: float) -> list[_Series]:
+        """Return series of other targets by name, each with its labels and samples at the steps; [] where there are none. Raises what ``window`` raises."""
+        form = {"query": self._query(names, _matchers(selector)), "start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}", "step": f"{step_s:.3f}"}
+        return self._result("/api/v1/query_range", form, "matrix")
 
     def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, dict[Key, float]]:
         """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and when each was scraped.
@@ -221,9 +229,10 @@ class Prometheus:
             rows.append(TelemetryRow(wall_s=wall_s, values=numbers, ranks=ranks, error="" if numbers else "no quantity could be read at this time"))
         return Target(name, labels, dialect, rows)
 
-    def _query(self, names: list[str]) -> str:
+    def _query(self, names: Iterable[str], selector: str | None = None) -> str:
         pattern = "|".join(re.escape(name) for name in names).replace("\\", "\\\\")
-        return f'{{__name__=~"{pattern}"{"," + self.selector if self.selector else ""}}}'
+        matchers = self.selector if selector is None else selector
+        return f'{{__name__=~"{pattern}"{"," + matchers if matchers else ""}}}'
 
     def _names(self, start_wall_s: float, end_wall_s: float) -> list[str]:
         """Return the names of series that a dialect reads and the server holds. Raises CannotJudge, with the reason, where there are none."""

@@ -37,6 +37,15 @@ def vllm_text(usage: float, running: int, blocks: int, preemptions: int = 0) -> 
     )
 
 
+def dcgm_text(node: str, used: tuple[int, int]) -> str:
+    """What a DCGM exporter of a node with two cards of 80 GB says, in MiB."""
+    lines = []
+    for gpu, size in enumerate(used):
+        labels = f'gpu="{gpu}",UUID="GPU-{node}-{gpu}",device="nvidia{gpu}",modelName="NVIDIA H100",Hostname="{node}"'
+        lines += [f"DCGM_FI_DEV_FB_{name}{{{labels}}} {value}" for name, value in (("USED", size), ("FREE", 81000 - size), ("RESERVED", 559))]
+    return "\n".join(lines) + "\n"
+
+
 @dataclass
 class Fleet:
     prometheus: PrometheusServer
@@ -56,15 +65,23 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         ScriptedServer(model="m", metrics=vllm_text(0.0, 0, 1001), owned_by="vllm") as one,
         ScriptedServer(model="m", metrics=vllm_text(0.0, 0, 3001), owned_by="vllm") as two,
         ScriptedServer(metrics="jvm_threads 3\nprocess_start_time_seconds 1764428917\n") as other,
+        ScriptedServer(metrics=dcgm_text("node-a", (1000, 2000))) as first,
+        ScriptedServer(metrics=dcgm_text("node-b", (3000, 4000))) as second,
     ):
         addresses = [f"127.0.0.1:{server.port}" for server in (one, two)]
-        with PrometheusServer(tmp_path_factory.mktemp("prometheus"), {"vllm": addresses, "java": [f"127.0.0.1:{other.port}"]}) as server:
+        exporters = [f"127.0.0.1:{server.port}" for server in (first, second)]
+        jobs = {"vllm": addresses, "java": [f"127.0.0.1:{other.port}"], "dcgm": exporters}
+        with PrometheusServer(tmp_path_factory.mktemp("prometheus"), jobs) as server:
             found = Fleet(server, [one, two])
             one.script.metrics, two.script.metrics = vllm_text(0.9, 9, 1001, 4), vllm_text(0.1, 3, 3001)
+            first.script.metrics = dcgm_text("node-a", (70000, 2000))
+            server.wait("max(DCGM_FI_DEV_FB_USED) == 70000")
             server.wait('count(vllm:num_requests_running{job="vllm"} > 0) == 2')
             found.loaded_from = time.time()
             time.sleep(2.5)
             one.script.metrics, two.script.metrics = vllm_text(0.0, 0, 1001, 4), vllm_text(0.0, 0, 3001)
+            first.script.metrics = dcgm_text("node-a", (1000, 2000))
+            server.wait("max(DCGM_FI_DEV_FB_USED) == 4000")
             server.wait('count(vllm:num_requests_running{job="vllm"} == 0) == 2')
             found.idle_from = time.time()
             yield found
@@ -151,6 +168,31 @@ def test_inspect_shows_the_fleet_and_a_window(fleet: Fleet, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "90.0 %" in shown
     assert "100 blocks" in shown, "a peak is never shown without what was free"
+
+
+def test_the_cards_of_all_nodes_are_there_by_name(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two exporters of two cards each, found by the nodes of the engines' targets; the peak of a window is not that of its end."""
+    asked = ["inspect", "--prometheus", fleet.url, "--selector", 'job="vllm"']
+    assert main([*asked, "--json"]) == 0
+    cards = json.loads(capsys.readouterr().out)["gpus"]
+    assert [(card["host"], card["index"], card["used_bytes"] >> 20) for card in cards] == [
+        ("node-a", 0, 1000),
+        ("node-a", 1, 2000),
+        ("node-b", 0, 3000),
+        ("node-b", 1, 4000),
+    ]
+    assert all(card["total_bytes"] == (81000 + 559) << 20 for card in cards)
+    length = f"{int(fleet.idle_from - fleet.loaded_from) + 2}s"
+    assert main([*asked, "--at", str(fleet.idle_from), "--window", length, "--step", "0.5s", "--json"]) == 0
+    windows = json.loads(capsys.readouterr().out)["cards"]
+    assert {(one["card"]["host"], one["card"]["index"]): one["card"]["used_bytes"] >> 20 for one in windows}["node-a", 0] == 70000
+    assert min(one["least_free_bytes"] for one in windows) == 11000 << 20
+    assert main([*asked, "--at", str(fleet.idle_from), "--window", length, "--cards", 'job="dcgm",Hostname="node-b"']) == 0
+    shown = capsys.readouterr().out
+    assert "node-b" in shown
+    assert "node-a" not in shown
+    assert main([*asked, "--cards", 'job="nobody"']) == 0
+    assert "no card matches" in capsys.readouterr().out
 
 
 def test_an_endpoint_whose_telemetry_is_in_prometheus(fleet: Fleet, tmp_path: Path) -> None:
