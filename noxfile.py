@@ -33,6 +33,13 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a card in this machine."""
+    session.install("-e", ".[dev]")
+    session.run("pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and types."""
     session.install("-e", ".[dev]")

@@ -25,8 +25,8 @@ EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "INVALID": 4}
 
 SERVER = (
     "endpoint", "launch", "model", "engine", "engine_from", "api", "header", "extra_body", "api_key_env", "metrics_api_key_env", "ca", "proxy",
-    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "allow_destructive_reads", "metrics_url", "prometheus",
-    "prometheus_selector", "prometheus_api_key_env",
+    "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "allow_destructive_reads", "metrics_url", "dcgm_url",
+    "prometheus",    "prometheus_selector", "prometheus_api_key_env",
 )  # fmt: skip
 PROBE = ("seed", "reset_cache", "keep_text")
 LOAD = ("users", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")

@@ -68,6 +68,12 @@ class Settings:
         group="observation",
         metavar="URL",
     )
+    dcgm_url: tuple[str, ...] = _opt(
+        (),
+        "DCGM exporter that tells the memory of the server's cards, where they are in other machines; repeatable",
+        group="observation",
+        metavar="URL",
+    )
     prometheus: str = _opt("", "Prometheus server to read the telemetry from, in place of /metrics", group="observation", metavar="URL")
     prometheus_selector: str = _opt(
         "", 'label matchers of the targets there, as in job="vllm",namespace="prod"', group="observation", metavar="MATCHERS"

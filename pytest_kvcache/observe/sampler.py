@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_kvcache.engines import Dialect, Values, read_values
-from pytest_kvcache.errors import CannotWrite
+from pytest_kvcache.errors import CannotWrite, EndpointRefused
 from pytest_kvcache.observe.gpu import read_gpus
 from pytest_kvcache.observe.memory import ProcessReader
+from pytest_kvcache.observe.remote_cards import RemoteCards
 from pytest_kvcache.observe.sampled import SAMPLED
 from pytest_kvcache.observe.scrape import Reader
 from pytest_kvcache.quantities import Missing, Reading, Value
@@ -29,6 +30,7 @@ _TELLING = ("usage", "used_blocks", "used_tokens", "running")
 _GPU_HZ = 2.0
 # Adding up the pages of a process with a large pool takes the kernel milliseconds.
 _MEMORY_HZ = 1.0
+_REMOTE_GPU_HZ = 1.0  # DCGM exporters refresh no more often
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class Sampler:
     """Samples endpoints at ``hz`` looks a second each, in a thread each, until stopped. A context manager as well.
 
     Rows go to ``folder/telemetry.jsonl`` and are with the operating system when the next look begins, so that a killed process loses
-    none. ``gpus`` reads the cards of this machine twice a second beside it; they come with the rows of the first endpoint. ``memory`` reads
-    the processes of each endpoint whose processes run on this machine, once a second.
+    none. ``gpus`` reads the cards of this machine twice a second beside it, or those of the exporters that the first endpoint names, once
+    a second; they come with the rows of the first endpoint. ``memory`` reads the processes of each endpoint whose processes run on this
+    machine, once a second.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Sampler:
         self._pairs = list(zip(endpoints, dialects, strict=True))
         self._gpus_wanted = gpus
         self._memory_wanted = memory
+        self._cards: RemoteCards | None = None
         self._lanes: list[_Lane] = []
         self._threads: list[threading.Thread] = []
         self._ended = threading.Event()
@@ -119,13 +123,22 @@ class Sampler:
         return self._lanes[endpoint].latest if endpoint < len(self._lanes) else None
 
     def start(self) -> None:
-        """Open the file and start the threads. Raises CannotWrite, and UsageError for a key or CA bundle that cannot be read."""
+        """Open the file and start the threads.
+
+        Raises CannotWrite, UsageError for a key or CA bundle that cannot be read, and EndpointRefused for cards that were named and cannot be.
+        """
         if self._threads:
             raise RuntimeError("this sampler was started before")
         self._file = _RowFile(self.path)
         try:
             for endpoint, dialect in self._pairs:
                 self._lanes.append(_Lane(Reader(endpoint, dialect, timeout_s=self.timeout_s), dialect))
+            pages = self._pairs[0][0].cards
+            if pages and self._gpus_wanted:
+                self._cards = RemoteCards(pages, self.timeout_s)
+                first = self._cards.read()
+                if isinstance(first, Missing):
+                    raise EndpointRefused(f"the cards cannot be read: {first.reason}", where="--kv-dcgm-url", hint="the address of a DCGM exporter")
         except BaseException:
             self._close()
             raise
@@ -176,6 +189,8 @@ class Sampler:
     def _close(self) -> None:
         for lane in self._lanes:
             lane.reader.close()
+        if self._cards is not None:
+            self._cards.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -235,13 +250,14 @@ class Sampler:
 
     def _watch_gpus(self) -> None:
         """Read the cards beside the endpoints: a driver call may take long, and must not hold up a look."""
-        period = 1.0 / min(_GPU_HZ, self.hz)
+        period = 1.0 / min(_GPU_HZ if self._cards is None else _REMOTE_GPU_HZ, self.hz)
         while not self._ended.is_set():
-            rows = read_gpus()
-            if isinstance(rows, Missing):
-                return
-            with self._lock:
-                self._gpu_rows = rows
+            rows = read_gpus() if self._cards is None else self._cards.read()
+            if not isinstance(rows, Missing):
+                with self._lock:
+                    self._gpu_rows = rows
+            elif self._cards is None:
+                return  # no driver: there will be none
             self._ended.wait(period)
 
     def _watch_memory(self) -> None:

@@ -69,6 +69,7 @@ class Endpoint:
     log: Path | None = None
     basic_auth: str = field(default="", repr=False)
     metrics: tuple[MetricsPage, ...] = ()
+    cards: tuple[MetricsPage, ...] = ()
     prometheus: PrometheusSource | None = None
     allow_destructive_reads: bool = False
 
@@ -186,6 +187,7 @@ def parse_endpoint(url: str, settings: Settings) -> Endpoint:
         metrics_api_key_env=settings.metrics_api_key_env,
         basic_auth=basic_auth,
         metrics=tuple(metrics_page(page, settings) for page in settings.metrics_url),
+        cards=tuple(metrics_page(page, settings.replace(metrics_api_key_env="")) for page in settings.dcgm_url),
         prometheus=PrometheusSource(settings.prometheus, settings.prometheus_selector, settings.prometheus_api_key_env)
         if settings.prometheus
         else None,

@@ -7,13 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_server import ScriptedServer
 
+from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.observe.gpu import read_gpus
+from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.quantities import Missing
+from pytest_kvcache.records import TelemetryRow
+from pytest_kvcache.runfolder import read_lines
+from pytest_kvcache.server.address import Endpoint
 
 ROOT = Path(__file__).parent.parent.parent
 STUB = Path(__file__).parent / "nvml_stub.c"
@@ -83,15 +90,35 @@ def test_a_driver_without_a_card_is_missing(library: Path) -> None:
     assert read(library, COUNT="0")["missing"] == "NVML finds no card in this machine"
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a card: test_the_card_of_this_machine runs instead")
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a card: pytest -m gpu reads it")
 def test_a_machine_without_the_driver_says_so() -> None:
     assert read(None)["missing"] == "no NVIDIA driver on this machine: libnvidia-ml.so.1 is not found"
 
 
-@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="no card in this machine: the stub stands in")
-def test_the_card_of_this_machine() -> None:
+@pytest.mark.gpu
+def test_the_cards_of_this_machine_are_what_the_drivers_own_tool_says() -> None:
     rows = read_gpus()
     assert not isinstance(rows, Missing), rows
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    listed = [line.split(", ") for line in subprocess.run(asked, stdout=subprocess.PIPE, check=True, timeout=60, text=True).stdout.splitlines()]
+    assert [(row.index, row.uuid, row.name, row.total_bytes >> 20) for row in rows] == [
+        (int(index), uuid, name, int(total)) for index, uuid, name, total in listed
+    ]
     for row in rows:
-        assert row.total_bytes >= row.used_bytes + row.free_bytes > 0
-        assert row.uuid
+        assert abs(row.total_bytes - row.used_bytes - row.free_bytes - row.reserved_bytes) <= 1 << 20
+        assert sum(row.processes.values()) <= row.used_bytes
+
+
+@pytest.mark.gpu
+def test_the_sampler_writes_the_cards_of_this_machine_beside_the_server(tmp_path: Path) -> None:
+    with (
+        ScriptedServer(metrics='vllm:num_requests_running{engine="0"} 1\n') as server,
+        Sampler([Endpoint(server.url)], tmp_path, 10.0, dialects=[DIALECTS["vllm"]]),
+    ):
+        time.sleep(1.5)
+    rows = list(read_lines(tmp_path / "telemetry.jsonl", TelemetryRow))
+    told = [row.gpus for row in rows if row.gpus]
+    known = read_gpus()
+    assert not isinstance(known, Missing), known
+    assert told
+    assert [card.uuid for card in told[0]] == [card.uuid for card in known]

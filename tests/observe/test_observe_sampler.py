@@ -19,13 +19,14 @@ import pytest
 from scripted_server import ScriptedServer
 
 from pytest_kvcache.engines import DIALECTS
-from pytest_kvcache.errors import CannotWrite
+from pytest_kvcache.errors import CannotWrite, EndpointRefused
 from pytest_kvcache.observe import sampler as sampler_module
 from pytest_kvcache.observe.sampler import SAMPLED, Sampler
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import GpuRow, TelemetryRow
 from pytest_kvcache.runfolder import read_lines
-from pytest_kvcache.server.address import Endpoint
+from pytest_kvcache.server.address import Endpoint, parse_endpoint
+from pytest_kvcache.settings import resolve
 
 VLLM, LLAMA = DIALECTS["vllm"], DIALECTS["llamacpp"]
 ROOT = Path(__file__).parent.parent.parent
@@ -251,6 +252,38 @@ def test_cards_come_with_the_rows_of_the_first_endpoint(tmp_path: Path, monkeypa
     assert with_cards
     assert len(with_cards) < len(rows) / 2, "cards are read less often than the servers"
     assert all(row.endpoint == 0 and row.gpus == [card] for row in with_cards)
+
+
+def exporter(node: str, used: int) -> str:
+    labels = f'gpu="0",UUID="GPU-{node}",Hostname="{node}"' if node else 'gpu="0",UUID="GPU-x"'
+    return f"DCGM_FI_DEV_FB_USED{{{labels}}} {used}\nDCGM_FI_DEV_FB_FREE{{{labels}}} {1000 - used}\n"
+
+
+def test_cards_of_other_machines_come_from_their_exporters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "read_gpus", lambda: pytest.fail("the cards of this machine are not those of the server"))
+    monkeypatch.setenv("KV_METRICS", "secret-of-metrics")
+    with (
+        ScriptedServer(metrics=GAUGE) as server,
+        ScriptedServer(metrics=exporter("node-b", 300)) as one,
+        ScriptedServer(metrics=exporter("", 500)) as two,
+    ):
+        settings = resolve({"endpoint": [server.url], "dcgm_url": [one.url, two.url + "/metrics"], "metrics_api_key_env": "KV_METRICS"}, {}, {})
+        with Sampler([parse_endpoint(server.url, settings)], tmp_path, 20.0, dialects=[VLLM]):
+            wait_for(lambda: any(row.gpus for row in rows_of(tmp_path)))
+            one.script.metrics = None
+            wait_for(lambda: len(one.seen) >= 3)
+        assert all("Authorization" not in seen.headers for seen in one.seen), "no key goes to an exporter"
+        assert any(seen.headers.get("Authorization") == "Bearer secret-of-metrics" for seen in server.seen)
+    told = [row.gpus for row in rows_of(tmp_path) if row.gpus]
+    assert [(card.host, card.used_bytes >> 20) for card in told[0]] == [(f"127.0.0.1:{two.port}", 500), ("node-b", 300)]
+    assert all(len(cards) == 2 for cards in told), "half of the cards is no measurement of them"
+
+
+def test_cards_that_were_named_and_cannot_be_read_are_an_error_and_no_gap(tmp_path: Path) -> None:
+    with ScriptedServer(metrics=GAUGE) as server, ScriptedServer(metrics="jvm_threads 3\n") as other:
+        settings = resolve({"endpoint": [server.url], "dcgm_url": [other.url]}, {}, {})
+        with pytest.raises(EndpointRefused, match=r"no DCGM_FI_DEV_FB_ series"):
+            Sampler([parse_endpoint(server.url, settings)], tmp_path, 20.0, dialects=[VLLM]).start()
 
 
 def test_a_machine_without_a_card_is_sampled_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
