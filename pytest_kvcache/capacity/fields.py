@@ -53,15 +53,20 @@ class Fields:
         self.assumptions: list[str] = []
 
     def has(self, *keys: str) -> bool:
-        """Whether the file or the user states one of the keys."""
+        """Whether the file or the user states one of the keys, with a value."""
         return any(self._stated(key) is not None for key in keys)
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """Return the first value found under the keys: stated, then a class default, then ``default``."""
+        """Return the first value found under the keys: stated, then a class default, then ``default``.
+
+        A key that the file sets to null has no class default: null is what the model's authors said.
+        """
         for key in keys:
             found = self._stated(key)
             if found is not None:
                 return found
+        if any(key in self.raw for key in keys):
+            return default
         for key in keys:
             if self._defaults.get(key) is not None:
                 self._say(f"{key} = {_short(self._defaults[key])}, the class default of {self.family}")

@@ -151,10 +151,9 @@ def _growth(layers: Iterable[Layer], cache: str, model: str, state_dtype: str, t
     terms: dict[str, int] = {}
     for layer in layers:
         per_token = token_bytes(layer, cache, tp)
+        fixed += state_bytes(layer, model, state_dtype, tp)
         if layer.kind in ("full", "mla"):
             growing += per_token
-        elif layer.kind == "state":
-            fixed += state_bytes(layer, model, state_dtype, tp)
         elif layer.kind == "cross":
             cross += per_token
         elif layer.kind in ("sliding", "chunked") and layer.window:

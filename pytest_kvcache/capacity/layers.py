@@ -44,6 +44,7 @@ class Layer:
     ``mla`` one latent vector of ``key_size`` for all heads (of which ``latent`` is the compressed part and the rest is rotary), and with
     ``index_size`` > 0 a second, small cache of the indexer; ``state`` a fixed memory per sequence; ``cross`` the tokens of an encoder or of images and
     nothing that grows with the text; ``none`` keeps nothing; ``shared`` reads another layer's cache. Heads are of the whole model, sizes in elements.
+    A layer of any attention kind may have a ``state`` beside it (Falcon-H1, Zamba). ``vllm_window_extra`` is what vLLM's code adds to the window.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Layer:
     latent: int = 0
     index_size: int = 0
     state: State | None = None
+    vllm_window_extra: int = 0
 
 
 @dataclass(frozen=True, slots=True)

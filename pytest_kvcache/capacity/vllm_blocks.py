@@ -127,7 +127,7 @@ def _caches(
     layers: Sequence[Layer], architecture: Architecture, shape: EngineShape, cache_type: str, model_type: str, block_size: int, length: int
 ) -> list[_Cache]:
     attention = [layer for layer in layers if layer.kind not in ("state", "none", "shared")]
-    states = [layer for layer in layers if layer.kind == "state" and layer.state is not None]
+    states = [layer for layer in layers if layer.state is not None]
     state_type = _state_type(shape, states)
     aligned = shape.prefix_caching and bool(attention) and not (shape.platform == "cpu" and architecture.latent)
     largest = max((state_bytes(layer, model_type, state_type, shape.tp) for layer in states), default=0)
@@ -141,11 +141,11 @@ def _caches(
         padded = block_size * per_token
     made: list[_Cache] = []
     for index, layer in enumerate(layers):
-        if layer.kind == "state" and layer.state is not None:
+        if layer.state is not None:
             page = padded or state_bytes(layer, model_type, state_type, shape.tp)
             blocks = 2 + layer.state.checkpoint if aligned else 1
             made.append(_Cache(index, "state", _state_shape(layer.state, shape.tp), block_size if aligned else length, page, states=blocks))
-        elif layer.kind not in ("state", "none", "shared"):
+        if layer.kind not in ("state", "none", "shared"):
             made += _attention_caches(index, layer, cache_type, shape, block_size)
     if not shape.hybrid or (not shape.chunked_local_hybrid and any(cache.kind == "chunked" for cache in made)):
         made = _all_full(made)
@@ -161,7 +161,11 @@ def _attention_caches(index: int, layer: Layer, cache_type: str, shape: EngineSh
         return made
     heads = heads_per_rank(layer, shape.tp)
     page = block_size * token_bytes(layer, cache_type, shape.tp)
-    return [_Cache(index, layer.kind, (heads, layer.key_size, layer.value_size), block_size, page, layer.window)]
+    return [
+        _Cache(
+            index, layer.kind, (heads, layer.key_size, layer.value_size), block_size, page, layer.window and layer.window + layer.vllm_window_extra
+        )
+    ]
 
 
 def _state_type(shape: EngineShape, states: Sequence[Layer]) -> str:
