@@ -229,7 +229,7 @@ def _kv_type(config: Mapping[str, Any]) -> str:
     for group in groups:
         scheme = group.get("kv_cache_scheme")
         if isinstance(scheme, Mapping):
-            found = {(8, "float"): "fp8", (4, "float"): "nvfp4", (8, "int"): "int8"}.get((scheme.get("num_bits"), str(scheme.get("type"))))
+            found = {"8 float": "fp8", "4 float": "nvfp4", "8 int": "int8"}.get(f"{scheme.get('num_bits')} {scheme.get('type')}")
             if found:
                 return found
     for group in groups:
