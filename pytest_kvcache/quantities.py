@@ -180,9 +180,41 @@ def _known() -> dict[str, Known]:
         "balance.waiting_spread": Known(requests, "lower", "widest distance between the mean waiting requests of two members"),
         "balance.gpu_memory_spread": Known("bytes", "lower", "widest distance between the memory in use of two cards"),
         "balance.idle_while_waiting": Known(ratio, "lower", "share of the load in which one member made requests wait while another idled"),
+        "fill.mean": Known(ratio, "higher", "tokens of our requests over slots held, mean"),
+        "fill.at_peak": Known(ratio, "higher", "tokens of our requests over slots held, at peak usage"),
+        "accounting.agreement": Known(ratio, "higher", "share of samples that our requests explain within one step"),
+        "other_traffic.running": Known(requests, "lower", "requests on the server that are not ours"),
+        "leak.blocks": Known("blocks", "lower", "blocks held while nothing ran or waited"),
+        "leak.tokens": Known(tokens, "lower", "tokens held while nothing ran or waited"),
+        "live_length.mean": Known(tokens, "", "mean length of our running requests"),
+        "live_length.max": Known(tokens, "", "longest of our running requests"),
+        "level.prompt": Known(tokens, "", "prompt tokens of one request alone in the cache, at the highest level"),
+        "level.generated": Known(tokens, "", "generated tokens in the cache, at the highest level"),
+        "level.common": Known(tokens, "", "tokens in the cache that several requests share, at the highest level"),
+        "prefill.at_peak": Known(ratio, "", "share of live requests without a token yet, at peak usage"),
+        "demand.peak": Known(ratio, "lower", "what was asked of one server at once at full length, over its pool"),
+        "demand.planned": Known(ratio, "lower", "the longest request for every planned user, over the pool"),
+        "headroom": Known(requests, "higher", "largest requests that would have fitted beside the rest at the tightest moment", lanes=True),
+        "waiting.capacity_peak": Known(requests, "lower", "most requests that waited for blocks or a seat"),
+        "waiting.deferred_peak": Known(requests, "lower", "most requests that waited for another reason"),
+        "preempted.tokens": Known(tokens, "lower", "tokens of preempted requests that had to be computed again, lower bound"),
+        "prefix.saved": Known(tokens, "higher", "prompt tokens that the prefix cache gave"),
+        "prefix.hit_rate": Known(ratio, "higher", "share of looked-up tokens that the prefix cache gave"),
+        "prefix.shared": Known(ratio, "", "share of our prompt tokens that a prompt before had"),
+        "prefix.would_save": Known(tokens, "", "prompt tokens that a prefix cache could give, upper bound"),
+        "prefix.unexplained_hits": Known(tokens, "lower", "prefix hits beyond what our prompts repeat"),
         "quality.pass_rate": Known(ratio, "higher", "pass rate of the quality items"),
         "quality.items": Known("items", "", "quality items asked"),
     }
+    wastes = {
+        "rounding": "the empty rest of last blocks", "shared": "prefixes held once (below zero)", "reserved": "room reserved ahead",
+        "not_ours": "what requests hold that are not ours", "held_after": "what stays held after its request", "unexplained": "what nothing explains",
+    }  # fmt: skip
+    for name, title in wastes.items():
+        found[f"waste.{name}"] = Known(ratio, "lower", f"{title}, share of the slots held")
+        found[f"waste.{name}_blocks"] = Known("blocks", "lower", f"{title}, at the highest level")
+    for name in ("idle", "prefill", "decode", "drain"):
+        found[f"phase.{name}"] = Known(ratio, "", f"share of the load's time in the phase {name}")
     times = {"ttft": "time to first token", "latency": "time to last token"}
     for name, title in times.items():
         for share in ("p50", "p95"):

@@ -96,7 +96,7 @@ def levels(record: RunRecord, series: Sequence[Series], window: Window, load: Pa
     _at_peak(values, wall_s, columns, since, load)
     counters = {
         name: total_growth(name, [growth(name, one, *_around(record, i), window.since_s) for i, one in enumerate(series)])
-        for name in ("preemptions", "rejections", "prefix_hits", "finished", "prompt_tokens", "generation_tokens")
+        for name in ("preemptions", "rejections", "prefix_hits", "prefix_queries", "finished", "prompt_tokens", "generation_tokens")
     }
     values["preemptions"] = counters["preemptions"].value
     values["rejections_engine"] = counters["rejections"].value

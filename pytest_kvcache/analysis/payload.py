@@ -1,22 +1,25 @@
 """How many tokens our live requests have in the cache at each moment, from our own request log.
 
 What the client sees bounds it on both sides. Lower: the prompt counts from the first token on, since prefill may have begun at any
-moment before. Upper: it counts from the moment of sending. Generated tokens grow evenly between the first token and the end.
+moment before. Upper: it counts from the moment of sending. Generated tokens grow evenly between the first token and the end. A request
+that was put back into the queue may hold nothing in its longest pause, and is taken to grow outside it only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.load.contract import BAD_REQUEST, OVER_LENGTH, QUEUE_FULL, RATE_LIMITED, REFUSED_AUTH, REFUSED_CONNECTION
+from pytest_kvcache.quantities import Missing, Reading, Value
 
 if TYPE_CHECKING:
     import numpy as np
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
+    Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 _MOMENT_S = 1e-6
 
@@ -69,8 +72,8 @@ class Payload:
     live: Level
 
 
-def payload(rows: Rows, endpoint: int | None = None) -> Payload:
-    """Return the payload over time of all requests, or of those of one endpoint."""
+def payload(rows: Rows, endpoint: int | None = None, lost: Mask | None = None) -> Payload:
+    """Return the payload over time of all requests, or of those of one endpoint; ``lost`` marks those that were put back in between."""
     import numpy as np
 
     ours = np.ones(len(rows), dtype=bool) if endpoint is None else rows.endpoint == endpoint
@@ -83,18 +86,43 @@ def payload(rows: Rows, endpoint: int | None = None) -> Payload:
     sent, end = rows.sent_s - origin, rows.end_s - origin
     # An answer that came in one piece was held at its full length all the same, if only for a moment.
     first = np.minimum(rows.first_s - origin, end - _MOMENT_S)
-    length = np.maximum(end - first, _MOMENT_S)
+    back = answering & lost & np.isfinite(rows.gap_at_s) if lost is not None else np.zeros(len(rows), dtype=bool)
+    gap = np.where(back, np.clip(np.nan_to_num(rows.gap_at_s - origin), first, end), end)
+    gap_end = np.where(back, np.clip(gap + rows.gap_s, gap, end), end)
+    length = np.maximum(end - first - (gap_end - gap), _MOMENT_S)
     rate = np.where(answering, output / np.where(answering, length, 1.0), 0.0)
     waiting_end = np.where(answering, first, end)
-    decode = (first[answering], end[answering], prompt[answering], rate[answering])
+    decode = (first[answering], gap[answering], prompt[answering], rate[answering])
+    later = prompt + rate * (gap - first)
+    resumed = (gap_end[back], end[back], later[back], rate[back])
+    paused = (gap[back], gap_end[back], later[back], np.zeros(int(back.sum())))
     prefill = (sent[held], waiting_end[held], prompt[held], np.zeros(int(held.sum())))
     ones = np.ones(int(answering.sum()))
     return Payload(
-        lower=_sum(origin, [decode]),
-        upper=_sum(origin, [decode, prefill]),
+        lower=_sum(origin, [decode, resumed]),
+        upper=_sum(origin, [decode, resumed, paused, prefill]),
         decoding=_sum(origin, [(first[answering], end[answering], ones, 0 * ones)]),
         live=_sum(origin, [(sent[held], end[held], np.ones(int(held.sum())), np.zeros(int(held.sum())))]),
     )
+
+
+def bounded_by_pool(peak: Value, values: Mapping[str, Value], counts: str, sharing: str) -> Value:
+    """Return the payload's lower bound, which is never above the pool where no request shares what it holds, and say where that bit.
+
+    Our log cannot see all of a preempted request's absences, and takes tokens to come evenly: its sum can lie above what there is room for.
+    """
+    if isinstance(peak, Missing) or sharing != "off":
+        return peak
+    blocks, size, tokens = (values.get(name) for name in ("usable_blocks", "block_size", "pool_tokens"))
+    if counts == "blocks" and isinstance(blocks, Reading) and isinstance(size, Reading):
+        pool = blocks.number() * size.number()
+    elif counts == "tokens" and isinstance(tokens, Reading):
+        pool = tokens.number()
+    else:
+        return peak
+    if peak.number() <= pool:
+        return peak
+    return Reading(pool, peak.unit, f"the pool: {peak.source} gave {peak.number():,.0f}, more than there is room for", peak.wall_s)
 
 
 def _sum(origin: float, parts: Iterable[tuple[Floats, Floats, Floats, Floats]]) -> Level:

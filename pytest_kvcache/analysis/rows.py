@@ -20,6 +20,7 @@ _NAN = float("nan")
 _KEPT_NOTES = 200
 _COLUMNS = (
     "number", "intended_s", "sent_s", "first_s", "end_s", "prompt", "prompt_planned", "prompt_real", "cached", "output", "output_planned", "chunks", "gap_s",
+    "gap_at_s", "prefix_tokens",
 )  # fmt: skip
 
 
@@ -58,8 +59,9 @@ class Frame:
 class Rows:
     """The requests of one Run, a column each. Times are Unix seconds; NaN where a request has no such value.
 
-    ``number`` is the request's number in the plan, ``prompt`` what the server counted, else what was planned; ``output`` is from the server's usage. ``lane`` and ``outcome``
-    are indices into ``lanes`` and ``outcomes``; ``endpoint`` is the index of the server.
+    ``number`` is the request's number in the plan, ``prompt`` what the server counted, else what was planned; ``output`` is from the
+    server's usage. ``lane`` and ``outcome`` are indices into ``lanes`` and ``outcomes``; ``endpoint`` is the index of the server;
+    ``prefix`` is the index of the text that the prompt begins with, with others, and -1 where the row names none.
     """
 
     number: Floats
@@ -75,9 +77,12 @@ class Rows:
     output_planned: Floats
     chunks: Floats
     gap_s: Floats
+    gap_at_s: Floats
+    prefix_tokens: Floats
     lane: np.ndarray[Any, Any]
     outcome: np.ndarray[Any, Any]
     endpoint: np.ndarray[Any, Any]
+    prefix: np.ndarray[Any, Any]
     lanes: list[str]
     outcomes: list[str]
 
@@ -105,7 +110,8 @@ def read_rows(lines: Iterable[LoadLine], full_errors: Sequence[str] = ()) -> tup
 
     columns = {name: array("d") for name in _COLUMNS}
     put = [column.append for column in columns.values()]
-    lane_of, outcome_of, endpoint_of = array("q"), array("q"), array("q")
+    lane_of, outcome_of, endpoint_of, prefix_of = array("q"), array("q"), array("q"), array("q")
+    prefixes: dict[str, int] = {}
     lanes: dict[str, int] = {}
     outcomes: dict[str, int] = {}
     frame = Frame()
@@ -126,12 +132,15 @@ def read_rows(lines: Iterable[LoadLine], full_errors: Sequence[str] = ()) -> tup
                 _number(line.output_tokens_planned),
                 line.chunks,
                 line.longest_gap_s,
+                _NAN if line.longest_gap_at_s is None else line.longest_gap_at_s,
+                _number(line.prefix_tokens),
             )
             for add, value in zip(put, values, strict=True):
                 add(value)
             lane_of.append(lanes.setdefault(line.lane, len(lanes)))
             outcome_of.append(outcomes.setdefault(line.outcome, len(outcomes)))
             endpoint_of.append(line.endpoint)
+            prefix_of.append(prefixes.setdefault(line.prefix_id, len(prefixes)) if line.prefix_id else -1)
             frame.rows += 1
             if line.error:
                 frame.errors.setdefault(line.outcome, line.error[:300])
@@ -145,7 +154,7 @@ def read_rows(lines: Iterable[LoadLine], full_errors: Sequence[str] = ()) -> tup
             if len(frame.notes) < _KEPT_NOTES:
                 frame.notes.append(line)
     floats = {name: np.frombuffer(column, dtype=np.float64) if column else np.empty(0) for name, column in columns.items()}
-    codes = {"lane": lane_of, "outcome": outcome_of, "endpoint": endpoint_of}
+    codes = {"lane": lane_of, "outcome": outcome_of, "endpoint": endpoint_of, "prefix": prefix_of}
     integers: dict[str, Any] = {name: np.array(column, dtype=np.int64) for name, column in codes.items()}
     return Rows(**floats, **integers, lanes=list(lanes), outcomes=list(outcomes)), frame
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.errors import CannotJudge
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
-from pytest_kvcache.records import SnapshotRecord, TelemetryRow
+from pytest_kvcache.records import GpuRow, SnapshotRecord, TelemetryRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,10 +18,26 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-GAUGES = ("usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens", "running", "waiting")
+GAUGES = ("usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens", "running", "waiting", "waiting_capacity")
 MOST_ENDPOINTS = 4096
+_MOST_PROCESSES = 64
 COUNTERS = tuple(q.name for q in QUANTITIES.values() if q.kind == "counter")
 _WATCHED = (*GAUGES, *COUNTERS, "start_time", "pool_blocks", "pool_tokens", "usable_blocks", "max_model_len")
+
+
+@dataclass(frozen=True)
+class Card:
+    """The memory of one card over time, in bytes; ``processes`` maps each pid that the driver told of to its bytes (NaN: not told then)."""
+
+    index: int
+    uuid: str
+    name: str
+    host: str
+    wall_s: Floats
+    used: Floats
+    free: Floats
+    total: Floats
+    processes: dict[str, Floats] = field(default_factory=dict)
 
 
 @dataclass
@@ -28,6 +45,8 @@ class Series:
     """The samples of one server in order of time. ``columns`` holds NaN where a sample lacks a quantity; ``failed_s`` failed reads.
 
     ``parts`` holds the gauges of each engine rank where the server tells them apart.
+    ``read_s`` is how long each look took: its gauges are of some moment between ``wall_s`` and ``wall_s + read_s``. ``cards``
+    is what the driver told beside them.
     """
 
     wall_s: Floats
@@ -35,6 +54,8 @@ class Series:
     failed_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     parts: dict[str, Series] = field(default_factory=dict)
+    read_s: Floats | None = None
+    cards: list[Card] = field(default_factory=list)
 
     def column(self, name: str) -> Floats:
         """Return the quantity's column; all NaN where the server never told it."""
@@ -72,7 +93,8 @@ def read_series(rows: Iterable[TelemetryRow], endpoints: int) -> list[Series]:
         wall = np.array([row.wall_s for row in mine], dtype=np.float64)
         columns = {name: np.array([row.values.get(name, np.nan) for row in mine], dtype=np.float64) for name in _WATCHED}
         columns = {name: column for name, column in columns.items() if np.isfinite(column).any()}
-        found.append(Series(wall, columns, failed[index], errors[index], _ranks(mine)))
+        read_s = np.array([row.read_s for row in mine], dtype=np.float64)
+        found.append(Series(wall, columns, failed[index], errors[index], _ranks(mine), read_s, _cards(mine)))
     return found
 
 
@@ -91,6 +113,27 @@ def _ranks(rows: Sequence[TelemetryRow]) -> dict[str, Series]:
             for name in GAUGES:
                 columns[name].append(told.get(name, np.nan))
     return {rank: Series(np.array(wall), {name: np.array(column) for name, column in values[rank].items()}) for rank, wall in walls.items()}
+
+
+def _cards(rows: Sequence[TelemetryRow]) -> list[Card]:
+    """Return the memory of each card over time, in order of host and index."""
+    import numpy as np
+
+    told: dict[tuple[str, int, str], list[tuple[float, GpuRow]]] = {}
+    for row in rows:
+        for card in row.gpus:
+            told.setdefault((card.host, card.index, card.uuid), []).append((row.wall_s, card))
+    found = []
+    for (host, index, uuid), samples in sorted(told.items()):
+        used, free, total = (np.array([read(card) for _, card in samples], dtype=np.float64) for read in (_used, _free, _total))
+        pids = list(dict.fromkeys(pid for _, card in samples for pid in card.processes))[:_MOST_PROCESSES]
+        processes = {pid: np.array([card.processes.get(pid, np.nan) for _, card in samples], dtype=np.float64) for pid in pids}
+        wall = np.array([wall_s for wall_s, _ in samples], dtype=np.float64)
+        found.append(Card(index, uuid, samples[0][1].name, host, wall, used, free, total, processes))
+    return found
+
+
+_used, _free, _total = attrgetter("used_bytes"), attrgetter("free_bytes"), attrgetter("total_bytes")
 
 
 def combined(series: Sequence[Series], pools: Sequence[float | None], hold_s: float) -> tuple[Floats, dict[str, Floats]]:

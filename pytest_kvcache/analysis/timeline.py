@@ -6,17 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvcache.analysis.accounting import Accounting, account
 from pytest_kvcache.analysis.balance import Balance, balance_values, no_balance, read_balance
 from pytest_kvcache.analysis.cards import ledger_values, read_ledgers, read_telemetry_memory
+from pytest_kvcache.analysis.demand import Demand, demand, lanes_of
 from pytest_kvcache.analysis.facts import gather
+from pytest_kvcache.analysis.holding import footprint
 from pytest_kvcache.analysis.ledger import CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, config_values, idle_values, levels
-from pytest_kvcache.analysis.payload import REFUSED, Payload, payload
+from pytest_kvcache.analysis.payload import REFUSED, Payload, bounded_by_pool, payload
+from pytest_kvcache.analysis.phases import Phases, phases
+from pytest_kvcache.analysis.prefixes import Prefixes, prefixes
 from pytest_kvcache.analysis.requests import rejections, request_values
 from pytest_kvcache.analysis.rows import Rows, read_rows
-from pytest_kvcache.analysis.series import Series, read_series
+from pytest_kvcache.analysis.series import Card, Series, read_series
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
+from pytest_kvcache.analysis.stalls import put_back
 from pytest_kvcache.analysis.waste import Lengths, lengths_of_rows, waste_values
+from pytest_kvcache.capacity.layout import Layout
 from pytest_kvcache.conditions import Limit
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quality.graders import summarise
@@ -29,7 +36,22 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-__all__ = ["Analysis", "Problem", "Timeline", "analyse"]
+__all__ = ["Analysis", "CardLine", "Problem", "Timeline", "analyse"]
+
+
+_NO_LOAD = Missing("no load was run")
+
+
+@dataclass(frozen=True)
+class CardLine:
+    """The memory of one card over time, in bytes, on the clock of the Timeline that holds it. ``label`` names it for people."""
+
+    label: str
+    uuid: str
+    t_s: list[float]
+    used: list[float]
+    free: list[float]
+    total: list[float]
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,9 @@ class Timeline:
     """The level over time, a list a column. ``t_s`` counts from the start of the load; NaN is a gap and never a zero.
 
     ``used`` and ``free`` are in ``unit`` (blocks, tokens, or empty where the engine tells neither). ``payload_tokens`` is the lower
-    bound from our own log, ``payload_upper`` the upper. ``endpoints`` holds one Timeline per server where there are several.
+    bound from our own log, ``payload_upper`` the upper. ``endpoints`` holds one Timeline per server where there are several, ``ranks``
+    one per engine rank of a server that has several (NaN for the payload: a client does not know which rank served it), ``cards`` the
+    cards that the driver told of. ``label`` names a server or rank.
     """
 
     t_s: list[float] = field(default_factory=list)
@@ -50,6 +74,9 @@ class Timeline:
     payload_upper: list[float] = field(default_factory=list)
     unit: str = ""
     endpoints: tuple[Timeline, ...] = ()
+    label: str = ""
+    ranks: tuple[Timeline, ...] = ()
+    cards: tuple[CardLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,8 +84,9 @@ class Analysis:
     """What happened in one Run. The keys of ``values`` are those of ``conditions.KNOWN`` and the textual configuration.
 
     ``lanes`` holds the request quantities of each lane, ``rejections`` counts by class and lane, ``problems`` what makes the Run
-    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any. ``ledgers`` holds the memory of each card (or of the
-    machine), ``balance`` how evenly servers, ranks and cards are used, ``lengths`` what the requests reached in tokens.
+    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any. ``ledgers`` holds the
+    memory of each card (or of the machine), ``balance`` how evenly servers, ranks and cards are used, ``lengths``
+    what the requests reached in tokens. ``accounting`` (payload against usage), ``phases``, ``demand`` (peak against pool) and ``prefixes`` take the level apart; Missing without a load.
     """
 
     run: Run
@@ -73,6 +101,10 @@ class Analysis:
     ledgers: tuple[CardLedger, ...] = ()
     lengths: Lengths = field(default_factory=Lengths)
     balance: Balance = field(default_factory=lambda: no_balance("no load was run"))
+    accounting: Accounting | Missing = field(default_factory=lambda: _NO_LOAD)
+    phases: Phases | Missing = field(default_factory=lambda: _NO_LOAD)
+    demand: Demand | Missing = field(default_factory=lambda: _NO_LOAD)
+    prefixes: Prefixes | Missing = field(default_factory=lambda: _NO_LOAD)
 
     def value(self, limit: Limit) -> Value:
         """Return what a condition compares: a value of the whole Run, of one lane, or a count of one rejection class."""
@@ -89,8 +121,10 @@ class Analysis:
         return self.values.get(limit.name, Missing(f"{limit.name} was not measured"))
 
 
-def analyse(run: Run, limits: Limits | None = None) -> Analysis:
+def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = None) -> Analysis:
     """Return the Analysis of a Run from its folder alone. Raises CannotJudge where a file in it cannot be read.
+
+    ``layout`` says how the engine lays out the model where the caller knows it: models with window or state layers need it.
 
     Counters count what they grew by over the load; peaks are over every sample from the first request to the last sample, so that
     the drain belongs to them; means and throughput are over the load itself.
@@ -104,13 +138,13 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     dialect = DIALECTS.get(record.engine)
     rows, frame = read_rows(run.load_lines(), dialect.full_errors if dialect is not None else ())
     if not record.load_started_wall_s and not len(rows):
-        no_load = Missing("no load was run")
-        values.update({name: no_load for name in KNOWN if name not in values})
+        values.update({name: _NO_LOAD for name in KNOWN if name not in values})
         facts = Facts(loaded=False, tool=tuple(record.problems))
         return Analysis(run, values, quality=quality, problems=problems(facts, limits), facts=facts, ledgers=tuple(read_ledgers(run, values)))
     window = _window(run, rows)
     series = read_series(read_lines(run.folder / "telemetry.jsonl", TelemetryRow), len(record.endpoints))
-    load = payload(rows)
+    lost = put_back(rows, series)
+    load = payload(rows, lost=lost)
     seen = levels(record, series, window, load)
     values.update(seen.values)
     until_s = _measured_until(run, window)
@@ -127,12 +161,31 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
     values["scrape.coverage"] = (
         Reading(facts.coverage, "ratio", "telemetry.jsonl: share of the load with a fresh sample") if facts.polled else Missing("not polled")
     )
+    rejected = rejections(rows)
+    fresh_s = max(3.0 / window.hz, 1.0) if window.hz else 2.0
+    shape = footprint(record, seen.counts, layout)
+    taken = account(record, rows, series, seen, window, lost, shape, fresh_s)
+    spans = phases(taken.whole, seen, series, rows, window, fresh_s)
+    asked_for = demand(record, rows, frame, seen, window, shape, lost, rejected)
+    shared = prefixes(
+        record,
+        rows,
+        values["prefix_hits"],
+        seen.counters["prefix_queries"].value,
+        values["preemptions"],
+        1 if isinstance(shape, Missing) else shape.block,
+    )
+    for part in (taken, spans, asked_for, shared):
+        values.update(part.values)
+    for lane, headroom in lanes_of(asked_for, rows.lanes).items():
+        lanes[lane]["headroom"] = headroom
+    values["payload.peak"] = bounded_by_pool(values["payload.peak"], values, seen.counts, taken.sharing)
     return Analysis(
         run,
         values,
         lanes=lanes,
-        rejections=rejections(rows),
-        timeline=_timeline(series, seen, window, rows, load),
+        rejections=rejected,
+        timeline=_timeline(series, seen, window, rows, load, lost),
         quality=quality,
         problems=problems(facts, limits),
         facts=facts,
@@ -140,6 +193,10 @@ def analyse(run: Run, limits: Limits | None = None) -> Analysis:
         ledgers=ledgers,
         lengths=reached,
         balance=evenness,
+        accounting=taken,
+        phases=spans,
+        demand=asked_for,
+        prefixes=shared,
     )
 
 
@@ -165,29 +222,49 @@ def _quality_values(quality: QualitySummary | Missing) -> tuple[Value, Value]:
     return Reading(quality.passed / quality.items, "ratio", source), Reading(quality.items, "items", "quality.jsonl")
 
 
-def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows, load: Payload) -> Timeline:
+def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows, load: Payload, lost: Any) -> Timeline:
     step = max(3.0 / window.hz, 1.0) if window.hz else 2.0
     parts: tuple[Timeline, ...] = ()
     if len(series) > 1:
-        parts = tuple(_columns(one.wall_s, one.column, window, seen.counts, step, payload(rows, index)) for index, one in enumerate(series))
+        parts = tuple(
+            replace(
+                _columns(one.wall_s, one.column, window, seen.counts, step, payload(rows, index, lost)),
+                label=f"server {index + 1}",
+                ranks=_ranks(one, window, seen.counts, step),
+            )
+            for index, one in enumerate(series)
+        )
     whole = _columns(seen.wall_s, lambda name: seen.columns[name], window, seen.counts, step, load)
-    return replace(whole, endpoints=parts)
+    ranks = _ranks(series[0], window, seen.counts, step) if len(series) == 1 else ()
+    return replace(whole, endpoints=parts, ranks=ranks, cards=tuple(_card(card, window) for one in series for card in one.cards))
 
 
-def _columns(wall_s: Floats, column: Callable[[str], Floats], window: Window, unit: str, step_s: float, load: Payload) -> Timeline:
+def _ranks(one: Series, window: Window, unit: str, step_s: float) -> tuple[Timeline, ...]:
+    if len(one.parts) < 2:
+        return ()
+    return tuple(replace(_columns(part.wall_s, part.column, window, unit, step_s, None), label=f"rank {rank}") for rank, part in one.parts.items())
+
+
+def _card(card: Card, window: Window) -> CardLine:
+    label = f"GPU {card.index} {card.name}" + (f" on {card.host}" if card.host else "")
+    return CardLine(label, card.uuid, (card.wall_s - window.since_s).tolist(), card.used.tolist(), card.free.tolist(), card.total.tolist())
+
+
+def _columns(wall_s: Floats, column: Callable[[str], Floats], window: Window, unit: str, step_s: float, load: Payload | None) -> Timeline:
     """Return the columns as lists, with a row of NaN put into every pause longer than ``step_s``."""
     import numpy as np
 
     breaks = np.flatnonzero(np.diff(wall_s) > step_s) + 1 if len(wall_s) > 1 else np.empty(0, dtype=int)
     names = {"usage": "usage", "used": f"used_{unit}", "free": f"free_{unit}", "running": "running", "waiting": "waiting"}
     lists: dict[str, Any] = {}
+    gap = np.full(len(wall_s), np.nan)
 
-    def put(name: str, values: Floats, gap: Any) -> None:
-        lists[name] = np.insert(values, breaks, gap).tolist()
+    def put(name: str, values: Floats, filling: Any) -> None:
+        lists[name] = np.insert(values, breaks, filling).tolist()
 
     put("t_s", wall_s - window.since_s, (wall_s[breaks - 1] + wall_s[breaks]) / 2 - window.since_s if len(breaks) else np.nan)
     for name, source in names.items():
-        put(name, column(source) if unit or name not in {"used", "free"} else np.full(len(wall_s), np.nan), np.nan)
-    put("payload_tokens", load.lower(wall_s), np.nan)
-    put("payload_upper", load.upper(wall_s), np.nan)
+        put(name, column(source) if unit or name not in {"used", "free"} else gap, np.nan)
+    put("payload_tokens", load.lower(wall_s) if load is not None else gap, np.nan)
+    put("payload_upper", load.upper(wall_s) if load is not None else gap, np.nan)
     return Timeline(**lists, unit=unit)

@@ -188,7 +188,8 @@ class Dialect:
     that hold the labels of an info series, each with what stands before its labels there. Series whose names end in one of
     ``endings`` are kept as well: an engine whose users choose the prefix.
     ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
-    ``full_errors`` are words of the engine's errors that a request gets only when the pool is full.
+    ``full_errors`` are words of the engine's errors that a request gets only when the pool is full. ``reserves_output``: a request takes
+    the room of its whole planned output when it starts. ``shares_prefixes``: live requests can hold one copy of the same leading blocks.
     """
 
     name: str
@@ -206,6 +207,8 @@ class Dialect:
     server_labels: tuple[str, ...] = ()
     model_label: str = ""
     model_in_any_case: bool = False
+    reserves_output: bool = False
+    shares_prefixes: bool = True
     label_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mirror_labels: frozenset[str] = frozenset()
     extra_series: tuple[str, ...] = ()

@@ -175,6 +175,7 @@ DIALECT = Dialect(
     counts="tokens",
     # A slot keeps the tokens of its last request, and the next request takes them over: they hold nobody up.
     idle_cached_is_free=True,
+    shares_prefixes=False,  # a slot reuses what it held itself; cells of other slots are never counted once
     full_errors=("Context size has been exceeded",),
     json_paths=(
         JsonPath("/slots", per_sample=True, sign=("id", "n_ctx", "is_processing")),

@@ -1,0 +1,162 @@
+"""What one request holds of a pool: blocks for the tokens that are in the cache, by the engine's own rule.
+
+A paged engine takes ``ceil(v / block)`` blocks for ``v`` tokens in the cache, and after the client has ``k`` tokens of the answer the
+cache holds ``prompt + k - 1``: the token drawn last is not stored yet. Checked poll by poll on vLLM 0.32. A group of sliding-window
+layers gives back the blocks before its window, from the first decode step on; a state group holds a fixed number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvcache.capacity.layout import Layout
+from pytest_kvcache.engines import DIALECTS
+from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.records import RunRecord, SnapshotRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+RESERVES_OUTPUT = "output"
+RESERVES_LONGEST = "longest"
+
+
+@dataclass(frozen=True)
+class Group:
+    """KV-cache groups of one kind: ``count`` of them, of blocks of ``size`` tokens.
+
+    ``window`` tokens where the layers slide (``chunked``: where they look back to the start of their chunk); ``fixed`` blocks of a
+    group that holds a state or an encoder's tokens.
+    """
+
+    size: int
+    count: int = 1
+    window: int | None = None
+    chunked: bool = False
+    fixed: int | None = None
+
+    def gone(self, tokens: Floats) -> Floats:
+        """Return how many of the first tokens no layer of the group looks at any more."""
+        import numpy as np
+
+        if self.window is None:
+            return np.zeros(len(tokens))
+        if self.chunked:
+            return np.floor(np.maximum(tokens - 1.0, 0.0) / self.window) * self.window
+        return np.maximum(tokens - self.window, 0.0)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a request takes of the pool: the groups that draw from it, and ``block`` tokens a block as the engine shows it.
+
+    An engine that counts tokens has blocks of 1. ``reserves`` says what is taken beyond what is filled: nothing, the whole planned
+    output from the start (``output``), or for each request the length of the batch's longest (``longest``: padded batches).
+    """
+
+    block: int
+    groups: tuple[Group, ...]
+    reserves: str = ""
+
+    @property
+    def full(self) -> int:
+        """How many groups keep every token: the ones whose leading blocks several requests can share for long."""
+        return sum(group.count for group in self.groups if group.window is None and group.fixed is None)
+
+    @property
+    def slides(self) -> bool:
+        """Whether a group gives blocks back while a request grows."""
+        return any(group.window is not None for group in self.groups)
+
+    def blocks(self, tokens: Floats, *, sliding: bool = True) -> Floats:
+        """Return the blocks held for so many tokens in the cache; with ``sliding`` off, before a window gave anything back."""
+        import numpy as np
+
+        total = np.zeros(len(tokens))
+        for group in self.groups:
+            if group.fixed is not None:
+                total += group.count * group.fixed * (tokens > 0)
+                continue
+            held = np.ceil(tokens / group.size)
+            if sliding:
+                held -= np.floor(group.gone(tokens) / group.size)
+            total += group.count * held
+        return total
+
+    def filled(self, tokens: Floats) -> Floats:
+        """Return the token slots that are filled for so many tokens in the cache; a slot is a ``block``-th of a block of any group."""
+        import numpy as np
+
+        total = np.zeros(len(tokens))
+        for group in self.groups:
+            if group.fixed is not None:
+                total += group.count * group.fixed * self.block * (tokens > 0)
+            else:
+                total += group.count * (tokens - group.gone(tokens)) * (self.block / group.size)
+        return total
+
+
+def plain(block: int, reserves: str = "") -> Footprint:
+    """Return the footprint of a model whose layers all keep everything, in one group."""
+    return Footprint(block, (Group(block),), reserves)
+
+
+def footprint_of(layout: Layout, reserves: str = "") -> Footprint:
+    """Return the footprint that follows from a model's layout (capacity.pool.lay_out)."""
+    groups = []
+    for group in layout.groups:
+        if group.kind == "state":
+            groups.append(Group(group.block_size, fixed=group.states))
+        elif group.kind == "cross":
+            groups.append(Group(group.block_size, fixed=-(-layout.shape.encoder_tokens // group.block_size)))
+        else:
+            slides = group.window is not None and group.kind in {"sliding", "chunked"}
+            groups.append(Group(group.block_size, window=group.window if slides else None, chunked=group.kind == "chunked"))
+    return Footprint(layout.block_size, tuple(groups), reserves)
+
+
+def footprint(record: RunRecord, counts: str, layout: Layout | None = None) -> Footprint | Missing:
+    """Return what a request takes of the pool of a Run's server; Missing, with the reason, where the record does not tell.
+
+    ``counts`` is blocks or tokens, ``layout`` what is known of the model. Without it one full-attention group is taken where the
+    engine's own figures agree: ``pool_blocks / max_concurrency`` is what it plans for one request at the longest length.
+    """
+    dialect = DIALECTS.get(record.engine)
+    counts = counts or (dialect.counts if dialect is not None else "")
+    first = record.before[0] if record.before else None
+    if not counts or first is None:
+        return Missing("what the engine counts its pool in, blocks or tokens, is not known")
+    reserves = RESERVES_OUTPUT if dialect is not None and dialect.reserves_output else ""
+    size = first.value("block_size")
+    if isinstance(size, Missing) or isinstance(size.value, str):
+        return plain(1, reserves) if counts == "tokens" else Missing(f"the block size is not known: {getattr(size, 'reason', 'it is no number')}")
+    block = int(size.number())
+    if block < 1:
+        return Missing(f"a block of {block} tokens")
+    if layout is not None:
+        return footprint_of(layout, reserves)
+    planned, one = _planned_blocks(first), _plain_blocks(first, block)
+    if planned and one and planned not in {one, one * max(len(first.per_rank), 1)}:
+        return Missing(
+            f"the engine plans {planned} blocks for one request at the longest length, and full attention in one group would take {one}:"
+            " the model has window or state layers, and which ones the Run does not say"
+        )
+    return plain(block, reserves)
+
+
+def _planned_blocks(snapshot: SnapshotRecord) -> int:
+    pool, requests = snapshot.value("pool_blocks"), snapshot.value("max_concurrency")
+    if isinstance(pool, Missing) or isinstance(requests, Missing) or not requests.number() > 0:
+        return 0
+    # the figure of a log has two decimals only: it tells the blocks where that is precise enough
+    exact = pool.number() / requests.number()
+    loosest = pool.number() / max(requests.number() - 0.005, 1e-9)
+    return round(exact) if "log" not in requests.source or loosest - exact < 0.4 else 0
+
+
+def _plain_blocks(snapshot: SnapshotRecord, block: int) -> int:
+    longest = snapshot.value("max_model_len")
+    return -(-int(longest.number()) // block) if isinstance(longest, Reading) else 0
