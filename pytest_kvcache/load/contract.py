@@ -27,16 +27,16 @@ bad_request         any other 4xx
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pytest_kvcache.errors import CannotJudge, CannotWrite
+from pytest_kvcache.errors import CannotJudge
 from pytest_kvcache.records import LoadEnd, LoadLine, LoadNote, LoadStart, RequestRow
-from pytest_kvcache.runfolder import encode_line, read_lines
+from pytest_kvcache.runfolder import read_lines
 
 OK = "ok"
 STOPPED_EARLY = "stopped_early"
@@ -68,9 +68,11 @@ BY_SIGNAL = "signal"
 BY_PARENT = "parent gone"
 BY_SERVER = "server gone"
 BY_FAILURE = "failed"
+BY_WORKER = "worker lost"
 PLANNED_ENDS = frozenset({BY_DURATION, BY_REQUESTS, BY_STOP})
 
 FAILED_NOTE = "failed"
+LOST_NOTE = "worker lost"
 ENVIRONMENT = "PYTEST_KVCACHE_LOAD_JSON"
 
 _WORKLOAD_OPTIONS = (
@@ -149,32 +151,6 @@ def read_rows(path: Path) -> Iterator[RequestRow]:
 def is_complete(path: Path) -> bool:
     """Return whether the load ran to its planned end and the file holds all of it."""
     return read_load(path).complete
-
-
-def merge_files(parts: Iterable[Path], path: Path) -> int:
-    """Join the files of several workers into ``path``, rows in order of their end; return the number of rows.
-
-    The first start line leads; notes and end lines of all workers follow the rows. Raises CannotWrite, CannotJudge.
-    """
-    starts: list[LoadStart] = []
-    rows: list[RequestRow] = []
-    others: list[LoadNote | LoadEnd] = []
-    for part in parts:
-        for line in read_lines(part, LoadLine):
-            if isinstance(line, RequestRow):
-                rows.append(line)
-            elif isinstance(line, LoadStart):
-                starts.append(line)
-            else:
-                others.append(line)
-    rows.sort(key=lambda row: row.end_s)
-    others.sort(key=lambda line: isinstance(line, LoadEnd))
-    try:
-        with path.open("wb") as file:
-            file.writelines(encode_line(line) for line in (*starts[:1], *rows, *others))
-    except OSError as error:
-        raise CannotWrite(f"cannot write: {error.strerror or error}", where=str(path), hint="free space or check permissions") from None
-    return len(rows)
 
 
 def workload_hash(start: LoadStart) -> str:

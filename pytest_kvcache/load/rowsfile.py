@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,20 @@ from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
 
 FLUSH_S = 0.5
 _PENDING_LIMIT = 256 * 1024
+
+
+def rows_path(name: str, profile: str, *, fixed: bool) -> Path:
+    """Return the file of a load: ``name``, or one of its own below reports/; unless it is ``fixed``, one that is not there yet.
+
+    The web page starts one load after the other in one process, and none may lie over another.
+    """
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    first = Path(name) if name else Path("reports") / f"{stamp}-locust-{profile}" / "requests.jsonl"
+    number, path = 2, first
+    while not fixed and path.exists() and not path.is_char_device():
+        path = first.with_name(f"{first.stem}-{number}{first.suffix}")
+        number += 1
+    return path
 
 
 class RowsFile:
@@ -44,6 +59,12 @@ class RowsFile:
         self.rows += 1
         self._put(row)
 
+    def take(self, lines: bytes, rows: int) -> None:
+        """Take ``rows`` request rows that are encoded already: whole lines, each with its end."""
+        self.rows += rows
+        self.flush()
+        self._write(memoryview(lines))
+
     def put(self, line: LoadStart | LoadNote | LoadEnd) -> None:
         """Take a line of the frame and write everything that waits."""
         self._put(line)
@@ -65,6 +86,11 @@ class RowsFile:
         data = memoryview(b"\n".join(self._pending) + b"\n")
         self._pending.clear()
         self._size = 0
+        self._write(data)
+
+    def _write(self, data: memoryview) -> None:
+        if self._fd < 0 or self.failure:
+            return
         try:
             while data:
                 data = data[os.write(self._fd, data) :]

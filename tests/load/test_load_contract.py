@@ -11,7 +11,8 @@ import pytest
 
 from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.load import contract
-from pytest_kvcache.load.contract import is_complete, merge_files, read_load, read_rows, workload_hash
+from pytest_kvcache.load.contract import is_complete, read_load, read_rows, workload_hash
+from pytest_kvcache.load.ordering import put_in_order
 from pytest_kvcache.load.rowsfile import RowsFile
 from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow
 from pytest_kvcache.runfolder import encode_line
@@ -58,23 +59,34 @@ def test_a_damaged_line_is_named_and_the_file_is_not_complete(tmp_path: Path) ->
     assert not load.complete
 
 
-def test_parts_of_several_workers_are_joined_exactly(tmp_path: Path) -> None:
-    one = write(tmp_path / "a", START, row(0, 2.0), LoadNote(1.0, "x"), row(2, 4.0), LoadEnd(5.0, 2, contract.BY_DURATION, worker="a"))
-    two = write(tmp_path / "b", START, row(1, 3.0), LoadEnd(5.0, 1, contract.BY_DURATION, worker="b"))
-    path = tmp_path / "requests.jsonl"
-    assert merge_files([one, two], path) == 3
-    assert [found.id for found in read_rows(path)] == [0, 1, 2]
+def test_rows_of_several_workers_are_put_in_order_and_none_is_lost(tmp_path: Path) -> None:
+    numbers = [5, 1, 4, 0, 3, 2]
+    ends = [LoadEnd(9.0, 4, contract.BY_DURATION, worker="w0"), LoadEnd(9.0, 2, contract.BY_DURATION, worker="w1")]
+    path = write(tmp_path / "requests.jsonl", START, *(row(number, 10.0 + number) for number in numbers), LoadNote(1.0, "x", "y"), *ends)
+    before = sorted(path.read_bytes().splitlines())
+    assert put_in_order(path)
+    assert [found.id for found in read_rows(path)] == sorted(numbers)
+    assert sorted(path.read_bytes().splitlines()) == before
     load = read_load(path)
     assert load.complete
-    assert [end.worker for end in load.ends] == ["a", "b"]
+    assert [end.worker for end in load.ends] == ["w0", "w1"]
+    assert [note.text for note in load.notes] == ["y"]
+    assert os.listdir(tmp_path) == ["requests.jsonl"]
+
+
+def test_rows_that_cannot_be_put_in_order_stay_as_they_came(tmp_path: Path) -> None:
+    path = write(tmp_path / "requests.jsonl", START, row(1, 2.0), row(0, 1.0))
+    (tmp_path / "requests.jsonl.part").mkdir()
+    before = path.read_bytes()
+    assert not put_in_order(path)
+    assert path.read_bytes() == before
+    assert not put_in_order(tmp_path / "missing")
 
 
 def test_a_worker_that_died_makes_the_whole_incomplete(tmp_path: Path) -> None:
-    one = write(tmp_path / "a", START, row(0, 2.0), LoadEnd(5.0, 1, contract.BY_DURATION))
-    two = write(tmp_path / "b", START, row(1, 3.0))
-    path = tmp_path / "requests.jsonl"
-    merge_files([one, two], path)
-    assert not is_complete(path)
+    ends = [LoadEnd(5.0, 1, contract.BY_DURATION, worker="w0"), LoadEnd(5.0, 1, contract.BY_WORKER, worker="w1")]
+    path = write(tmp_path / "requests.jsonl", START, row(0, 2.0), row(1, 3.0), *ends)
+    assert (read_load(path).reason, is_complete(path)) == (contract.BY_WORKER, False)
 
 
 def test_the_workload_is_the_same_for_the_same_load_on_another_server() -> None:
