@@ -189,7 +189,9 @@ class LoadNote(msgspec.Struct, frozen=True, omit_defaults=True, tag="note", tag_
 class LoadEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_field="kind"):
     """Last line of requests.jsonl. Without it the file is incomplete, whatever the exit code of Locust was.
 
-    ``lag_p99_s`` is the event loop's own lag, ``cpu_s`` the CPU seconds of the worker in the ``ran_s`` seconds of its load, ``reason`` why the load ended.
+    ``lag_p99_s`` is the event loop's own lag, ``cpu_s`` the CPU seconds of the worker in the ``ran_s`` seconds of its load, ``reason`` why the
+    load ended. ``clock_offset_s`` was added to the times of a worker of several to put them on the master's clock, and ``clock_error_s`` is
+    by how much that may be wrong; both are None where there is one process.
     """
 
     wall_s: float
@@ -201,6 +203,8 @@ class LoadEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_fi
     lag_max_s: float = 0.0
     in_flight: int = 0
     ran_s: float = 0.0
+    clock_offset_s: float | None = None
+    clock_error_s: float | None = None
 
 
 LoadLine = RequestRow | LoadStart | LoadNote | LoadEnd

@@ -16,6 +16,8 @@ from locust.runners import MasterRunner, WorkerRunner
 from pytest_kvcache.errors import KvError
 from pytest_kvcache.load import contract, flags
 from pytest_kvcache.load.arrivals import level_at, parse_stages
+from pytest_kvcache.load.link import Link
+from pytest_kvcache.load.master import MasterSession, listen
 from pytest_kvcache.load.session import LoadSession, Shape
 from pytest_kvcache.load.target import Handed, handed_over
 
@@ -24,11 +26,16 @@ if TYPE_CHECKING:
 
 
 class State:
-    """The user classes of the profile in order, and the load's session, which is None until a test starts."""
+    """The user classes of the profile in order, and the load's session, which is None until a test starts.
+
+    Of several processes the master has ``master`` in its place, and each worker a ``link`` to it.
+    """
 
     def __init__(self) -> None:
         self.profiles: list[type[KvUser]] = []
         self.session: LoadSession | None = None
+        self.master: MasterSession | None = None
+        self.link: Link | None = None
 
 
 state = State()
@@ -55,7 +62,7 @@ def _declare(parser: Any, **_: Any) -> None:
 
 def _start(environment: Any, **_: Any) -> None:
     classes = _classes(environment)
-    if isinstance(environment.runner, MasterRunner) or not classes:
+    if not classes:
         return
     knobs = flags.knobs(environment.parsed_options, [option for cls in classes for option in cls.options])
     files = environment.parsed_locustfiles or [environment.locustfile or classes[0].__module__]
@@ -67,19 +74,45 @@ def _start(environment: Any, **_: Any) -> None:
         shares=any(cls.shares for cls in classes),
         classes=tuple(classes),
     )
-    state.session = LoadSession(environment, _handed(), knobs, shape)
+    if isinstance(environment.runner, MasterRunner):
+        state.master = MasterSession(environment, _handed(), knobs, shape.profile)
+        state.master.start()
+        return
+    state.session = LoadSession(environment, _handed(), knobs, shape, state.link)
     state.session.start()
+
+
+def _met(environment: Any, runner: Any, **_: Any) -> None:
+    """Lay the line between a master and its workers, before any test starts."""
+    if isinstance(runner, WorkerRunner):
+        state.link = Link(runner)
+    elif isinstance(runner, MasterRunner):
+        listen(runner, lambda: state.master)
+        # once more: Locust calls the last ones first, and its own would quit before ours knows why
+        environment.events.quitting.add_listener(_quitting)
+
+
+def _running() -> LoadSession | MasterSession | None:
+    return state.master or state.session
+
+
+def _stopping(**_: Any) -> None:
+    session = _running()
+    if session is not None:
+        session.stopping()
 
 
 def _stop(**_: Any) -> None:
     """Write the end: when a test stops, and again when the process quits before its test had begun."""
-    if state.session is not None:
-        state.session.finish()
+    session = _running()
+    if session is not None:
+        session.finish()
 
 
 def _quitting(environment: Any, **_: Any) -> None:
-    if state.session is not None:
-        state.session.interrupted()
+    session = _running()
+    if session is not None:
+        session.interrupted()
 
 
 def _user_error(exception: BaseException, **_: Any) -> None:
@@ -131,7 +164,9 @@ def _init(environment: Any, **_: Any) -> None:
 _events: Any = events
 _events.init.add_listener(_init)
 _events.init_command_line_parser.add_listener(_declare)
+_events.init.add_listener(_met)
 _events.test_start.add_listener(_start)
+_events.test_stopping.add_listener(_stopping)
 _events.test_stop.add_listener(_stop)
 _events.quit.add_listener(_stop)
 _events.quitting.add_listener(_quitting)

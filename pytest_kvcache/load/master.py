@@ -7,16 +7,16 @@ goes missing is told, and an end line written for it makes the file incomplete.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import gevent
 import msgspec
-from gevent.event import Event
 
 from pytest_kvcache.errors import Broken, CannotWrite, KvError, UsageError
 from pytest_kvcache.load import contract, link
@@ -25,7 +25,8 @@ from pytest_kvcache.load.ordering import put_in_order
 from pytest_kvcache.load.prepare import failure_text
 from pytest_kvcache.load.provenance import argv
 from pytest_kvcache.load.rejections import clean_text
-from pytest_kvcache.load.rowsfile import RowsFile
+from pytest_kvcache.load.rowsfile import RowsFile, rows_path
+from pytest_kvcache.load.target import Handed
 from pytest_kvcache.records import LoadEnd, LoadLine, LoadNote, LoadStart
 
 PREPARE_S = 300.0
@@ -72,13 +73,12 @@ class Seat:
 class MasterSession:
     """The state of one load on the master. It offers Locust's hooks what LoadSession offers them."""
 
-    def __init__(self, environment: Any, knobs: Knobs, path: Path, nonce: str, *, headless: bool, parent: int = 0) -> None:
+    def __init__(self, environment: Any, handed: Handed | None, knobs: Knobs, profile: str) -> None:
         self.environment = environment
+        self.handed = handed
         self.knobs = knobs
-        self.path = path
-        self.nonce = nonce
-        self.headless = headless
-        self.parent = parent
+        self.profile = profile
+        self.load = secrets.token_hex(8)
         self.rows: RowsFile | None = None
         self.seats: dict[str, Seat] = {}
         self.reason = ""
@@ -86,18 +86,22 @@ class MasterSession:
         self.began = False
         self._opened_s = monotonic()
         self._base_s = time.time() - self._opened_s
-        self._collected: Event | None = None
+        self._halting = self._collected = False
+        self._listener: Any = None
         self._greenlets: list[Any] = []
 
     # before the load
 
     def start(self) -> None:
         """Open the file and wait for the workers that Locust now tells to begin; on failure say why once and stop."""
+        options = self.environment.parsed_options
+        options.kv_load = self.load
+        options.kv_nonce = self.knobs.nonce or secrets.token_hex(8)  # the workers get it with all other options
         clients = self.environment.runner.clients
         for client in (*clients.ready, *clients.spawning, *clients.running):
             self.seats[client.id] = Seat(client.id, len(self.seats))
         try:
-            self.rows = RowsFile(self.path)
+            self.rows = RowsFile(rows_path(self.knobs.rows, self.profile, fixed=self.handed is not None))
         except KvError as error:
             self.fail(error)
             return
@@ -144,7 +148,6 @@ class MasterSession:
             **start.options,
             "users": int(runner.target_user_count),
             "duration_s": self._length_s(),
-            "nonce": self.nonce,
             "workers": {seat.name: seat.client.rpartition("_")[0] or seat.client for seat in self.seats.values()},
         }
         return msgspec.structs.replace(start, wall_s=self.now_s(), worker="", options=options, argv=argv())
@@ -180,6 +183,7 @@ class MasterSession:
 
     def took(self, client: str, number: int, data: bytes) -> None:
         """Take the next piece of a worker's lines and say which came last; a piece that came before is only said again."""
+        self._listener = gevent.getcurrent()
         seat = self._seat(client)
         if seat is None or self.rows is None:
             return
@@ -246,7 +250,7 @@ class MasterSession:
         rows = self.rows
         if rows is not None and rows.failure and not self.failed:
             self.fail(CannotWrite(rows.failure, hint="free space on that disk; the rows so far are kept"))
-        if self.parent and not self.reason and os.getppid() != self.parent:
+        if self.handed is not None and self.handed.parent and os.getppid() != self.handed.parent and not self.reason:
             self._greenlets.append(gevent.spawn(self.stop, contract.BY_PARENT))
         now_s = monotonic()
         clients = self.environment.runner.clients
@@ -283,7 +287,7 @@ class MasterSession:
         if self.reason:
             return
         self.reason = reason
-        if self.headless:
+        if self.handed is not None or getattr(self.environment.parsed_options, "headless", False):
             self.environment.runner.quit()
         else:
             self.environment.runner.stop()
@@ -305,10 +309,11 @@ class MasterSession:
 
     def stopping(self) -> None:
         """Tell the workers to stop and wait for their last rows: Locust itself would be gone half a second later."""
-        if self._collected is not None:
-            self._collected.wait(timeout=HALT_S * 2)
+        if self._halting:
+            while not self._collected:
+                self._wait()
             return
-        self._collected = Event()
+        self._halting = True
         reason = self.reason or (contract.BY_DURATION if self._ran_out() else contract.BY_STOP)
         self.reason = reason
         within_s = float(self.environment.stop_timeout or 0.0)
@@ -317,12 +322,24 @@ class MasterSession:
                 self._tell(seat, link.HALT, {"reason": reason, "within_s": within_s})
         deadline_s = monotonic() + within_s + HALT_S
         while any(not seat.over for seat in self.seats.values()) and monotonic() < deadline_s:
-            gevent.sleep(0.02)
+            self._wait()
             self._watch()
         for seat in self.seats.values():
             if not seat.over:
                 self._lose(seat, "it did not send its end")
-        self._collected.set()
+        self._collected = True
+
+    def _wait(self) -> None:
+        """Let the workers' messages come: where Locust stops the test out of its own listener, nobody else would read them."""
+        if gevent.getcurrent() is not self._listener:
+            gevent.sleep(0.02)
+            return
+        runner = self.environment.runner
+        come = None
+        with gevent.Timeout(0.05, False):
+            come = runner.server.recv_from_client()
+        if come is not None:
+            runner.handle_message(*come)
 
     def _ran_out(self) -> bool:
         """Say whether Locust's own -t has ended the load."""
@@ -332,6 +349,7 @@ class MasterSession:
     def finish(self) -> None:
         """Write the end lines, put the rows in order, and close the file."""
         rows, self.rows = self.rows, None
+        self.environment.parsed_options.kv_nonce = self.knobs.nonce
         if rows is None:
             return
         for greenlet in self._greenlets:
@@ -352,7 +370,7 @@ class MasterSession:
 
     def _tell(self, seat: Seat, kind: str, data: dict[str, Any]) -> None:
         try:
-            self.environment.runner.send_message(kind, {"load": self.nonce, **data}, client_id=seat.client)
+            self.environment.runner.send_message(kind, {"load": self.load, **data}, client_id=seat.client)
         except Exception:  # a worker that is gone; the watch finds out
             return
 
@@ -360,3 +378,32 @@ class MasterSession:
         """Print a line of ours to stderr."""
         sys.stderr.write(f"pytest-kvcache: {text}\n")
         sys.stderr.flush()
+
+
+def listen(runner: Any, session: Callable[[], object]) -> None:
+    """Register what workers send to the master; ``session`` returns the load that runs, of whichever kind."""
+    base_s = time.time() - monotonic()
+
+    def current(msg: Any) -> MasterSession | None:
+        found = session()
+        return found if isinstance(found, MasterSession) and msg.data["load"] == found.load else None
+
+    def asked(msg: Any, **_: Any) -> None:
+        found = session()
+        now_s = found.now_s() if isinstance(found, MasterSession) else base_s + monotonic()
+        runner.send_message(link.CLOCK, {"asked_s": msg.data["asked_s"], "master_s": now_s}, client_id=msg.node_id)
+
+    def rows(msg: Any, **_: Any) -> None:
+        if (found := current(msg)) is not None:
+            found.took(msg.node_id, int(msg.data["number"]), msg.data["data"])
+
+    def wish(msg: Any, **_: Any) -> None:
+        if (found := current(msg)) is not None:
+            found.wished(msg.node_id, str(msg.data["reason"]))
+
+    def failed(msg: Any, **_: Any) -> None:
+        if (found := current(msg)) is not None:
+            found.worker_failed(msg.node_id, str(msg.data["text"]))
+
+    for name, listener in ((link.CLOCK, asked), (link.ROWS, rows), (link.WISH, wish), (link.FAILED, failed)):
+        runner.register_message(name, listener)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gevent
@@ -17,7 +15,7 @@ from pytest_kvcache.load.prepare import prepare
 from pytest_kvcache.load.prompts import PromptSource
 from pytest_kvcache.load.provenance import argv, versions
 from pytest_kvcache.load.rejections import clean_text
-from pytest_kvcache.load.rowsfile import RowsFile
+from pytest_kvcache.load.rowsfile import RowsFile, rows_path
 from pytest_kvcache.load.target import Target, named_by_hand
 from pytest_kvcache.records import LoadNote, LoadStart
 from pytest_kvcache.server.redaction import redact_json
@@ -30,21 +28,11 @@ PROBE_TIMEOUT_S = 120.0
 
 
 def open_rows(session: LoadSession) -> None:
-    """Open the file of rows: the one that is named, else one of its own below reports/. Raises CannotWrite."""
-    name = session.knobs.rows
-    if name:
-        path = Path(name)
-    else:
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        path = Path("reports") / f"{stamp}-locust-{session.shape.profile}" / "requests.jsonl"
-    if session.worker:
-        path = path.with_name(f"{path.stem}.worker-{session.worker_index}{path.suffix}")
-    number, first = 2, path
-    while session.handed is None and path.exists() and not path.is_char_device():
-        # the web page starts one load after the other in one process
-        path = first.with_name(f"{first.stem}-{number}{first.suffix}")
-        number += 1
-    session.rows = RowsFile(path)
+    """Open the file of rows, or the line to the master. Raises CannotWrite."""
+    if session.link is not None:
+        session.rows = session.link.opens(session.load, session.went, session.halted)
+        return
+    session.rows = RowsFile(rows_path(session.knobs.rows, session.shape.profile, fixed=session.handed is not None))
 
 
 def learn(session: LoadSession) -> None:

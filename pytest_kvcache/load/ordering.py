@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from array import array
 from pathlib import Path
 
@@ -25,7 +24,8 @@ def put_in_order(path: Path) -> bool:
     if path.is_char_device():
         return False
     ends, places = array("d"), array("q")
-    head, tail = [], []
+    head: list[bytes] = []
+    tail: list[bytes] = []
     decode = msgspec.json.Decoder(_Ended).decode
     temporary = path.with_name(path.name + ".part")
     try:
@@ -47,7 +47,7 @@ def put_in_order(path: Path) -> bool:
                     file.seek(places[at])
                     sorted_file.write(file.readline())
                 sorted_file.writelines(tail)
-            os.replace(temporary, path)
+            temporary.replace(path)
     except (OSError, msgspec.DecodeError):
         with contextlib.suppress(OSError):
             temporary.unlink()

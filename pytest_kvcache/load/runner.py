@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import site
+import socket
 import subprocess
 import sys
 import threading
@@ -100,6 +101,7 @@ def command(
     request_timeout_s: float = 300.0,
     keep_text: bool = False,
     options: Mapping[str, Any] | None = None,
+    processes: int = 1,
 ) -> list[str]:
     """Return the command line of the load; it holds no key and no header. Raises UsageError for an option that cannot be meant."""
     extra = dict(options or {})
@@ -119,6 +121,8 @@ def command(
     if users:
         words += ["-u", str(users), "-r", f"{spawn_rate:g}"]
     words += ["-t", f"{int(duration_s + PREPARE_S) + 1}s", "-s", f"{max(1, round(stop_timeout_s))}s"]
+    if processes > 1:
+        words += ["--processes", str(processes), *_own_port()]
     words += ["--exit-code-on-error", "0", "--only-summary", "--loglevel", "INFO", "--kv-rows", str(rows)]
     words += ["--kv-duration-s", f"{duration_s:g}", "--kv-seed", str(seed), "--kv-request-timeout-s", f"{request_timeout_s:g}"]
     if output_tokens:
@@ -138,6 +142,14 @@ def command(
     return words
 
 
+def _own_port() -> list[str]:
+    """Return the words that give master and workers a port of their own, so that two loads on one machine do not meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    return ["--master-bind-port", port, "--master-port", port]
+
+
 def run_load(
     endpoints: Sequence[Endpoint],
     profile: str,
@@ -152,6 +164,7 @@ def run_load(
     keep_text: bool = False,
     options: Mapping[str, Any] | None = None,
     stop: threading.Event | None = None,
+    processes: int = 1,
 ) -> LoadResult:
     """Press ``endpoints`` with a profile and return what was left in ``folder``: requests.jsonl and locust.log.
 
@@ -159,6 +172,7 @@ def run_load(
     (``requests``, ``nonce``, ``lengths``, ``think_s``, ``backoff_s``, ``stop_timeout_s``; ``rate``, ``arrivals``, ``stages`` and
     the others that ``--kv-help`` lists) by name. The same ``nonce`` and seed
     send the same prompts; without one every load sends prompts that were never sent before. ``stop`` ends the load early.
+    ``processes`` above 1 spreads the load over so many worker processes of this machine, whose rows come together in the one file.
 
     Raises UsageError for what cannot be meant, LoadFailed where the process broke or left no end record (rows so far stay in
     the file), CannotWrite where the folder cannot be written.
@@ -181,6 +195,7 @@ def run_load(
         request_timeout_s=request_timeout_s,
         keep_text=keep_text,
         options=options,
+        processes=processes,
     )
     bound_s = float(words[words.index("--kv-duration-s") + 1]) + STOP_TIMEOUT_S + GRACE_S
     process = _start(words, folder, log, handed)
@@ -300,6 +315,7 @@ def _problems(load: LoadFile, wanted: int) -> list[str]:
     counted = sum(end.rows for end in load.ends)
     if load.ends and counted != load.rows:
         problems.append(f"the load counted {counted} requests, and the file holds {load.rows}")
+    problems += [note.text for note in load.notes if note.subject == contract.LOST_NOTE]
     broken = [note for note in load.notes if note.subject == "task exception"]
     if broken:
         problems.append(f"{len(broken)} exceptions in the profile's task, first: {broken[0].text}")

@@ -15,13 +15,15 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import gevent
-from locust.runners import STATE_CLEANUP, STATE_STOPPED, WorkerRunner
+from locust.runners import STATE_CLEANUP, STATE_STOPPED
 
 from pytest_kvcache.errors import Broken, CannotWrite, KvError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.arrivals import Stage, is_listed, total_s
 from pytest_kvcache.load.flags import Knobs
+from pytest_kvcache.load.link import MASTER_GONE_S, Link
 from pytest_kvcache.load.opening import learn, make_loop, open_rows, stages_of, write_start
+from pytest_kvcache.load.pieces import RowsSender
 from pytest_kvcache.load.prepare import Prepared, failure_text
 from pytest_kvcache.load.prompts import PromptSource
 from pytest_kvcache.load.rejections import clean_text
@@ -54,18 +56,25 @@ class Shape:
 
 
 class LoadSession:
-    """The state of one load. ``offset_s`` turns this process's monotonic clock into Unix seconds."""
+    """The state of one load. ``offset_s`` turns this process's monotonic clock into Unix seconds.
 
-    def __init__(self, environment: Any, handed: Handed | None, knobs: Knobs, shape: Shape) -> None:
+    A worker has a ``link`` to its master: its rows go there, it begins when the master says so, and only the master ends the load.
+    Requests are numbered ``first``, ``first + step`` and so on, so that no two workers have one number.
+    """
+
+    def __init__(self, environment: Any, handed: Handed | None, knobs: Knobs, shape: Shape, link: Link | None = None) -> None:
         self.environment = environment
         self.handed = handed
         self.knobs = knobs
         self.shape = shape
-        self.offset_s = time.time() - monotonic()
+        self.link = link
+        self.offset_s = link.base_s if link is not None else time.time() - monotonic()
         self.begun_s = monotonic()
         self.output_tokens = knobs.output_tokens or shape.output_tokens
+        self.load = str(getattr(environment.parsed_options, "kv_load", ""))
         self.nonce = knobs.nonce or secrets.token_hex(8)
-        self.workers, self.worker_index, self.worker = _place(environment.runner)
+        self.workers, self.worker_index, self.worker = 1, 0, ""
+        self.first, self.step = 0, 1
         self.targets: list[Target] = []
         self.prepared: Prepared | None = None
         self.source: PromptSource | None = None
@@ -73,7 +82,7 @@ class LoadSession:
         self.stages: tuple[Stage, ...] = ()
         self.loop: OpenLoop | None = None
         self.t0_s: float | None = None
-        self.rows: RowsFile | None = None
+        self.rows: RowsFile | RowsSender | None = None
         self.reason = ""
         self.failed = False
         self.active = False
@@ -112,13 +121,29 @@ class LoadSession:
             traceback.print_exc()
             return
         write_start(self)
+        if self.link is None:
+            self._begin()
+
+    def went(self) -> None:
+        """The master says that the load begins, and which part of it is this worker's."""
+        link = self.link
+        assert link is not None
+        self.workers, self.worker_index, self.worker, self.first, self.step = link.workers, link.index, link.name, link.first, link.step
+        self.offset_s = link.base_s + link.offset_s
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin to count, to watch and to measure the time."""
+        self.begun_s = self.link.begin_s if self.link is not None else monotonic()
         self.active = True
         self.t0_s = self.t0_s or monotonic()
         self._cpu_start_s = time.process_time()
         self._began_s = monotonic()
         self._spawn(self._beat)
         if self.length_s() > 0:
-            self._greenlets.append(gevent.spawn_later(self.length_s(), self.stop, contract.BY_DURATION))
+            until_s = self.begun_s + self.length_s()
+            self._greenlets.append(gevent.spawn_later(max(0.0, until_s - monotonic()), self.stop, contract.BY_DURATION))
+        self._end_by_count()
 
     def length_s(self) -> float:
         """Return how long the load may last: its own length, or Locust's -t, also where the page was asked to start without one."""
@@ -145,16 +170,16 @@ class LoadSession:
 
     def take(self) -> int | None:
         """Return the number of the next request; None where no more are wanted."""
-        if not self.active or self.reason or (self.knobs.requests and self.taken >= self.knobs.requests):
+        number = self.first + self.taken * self.step
+        if not self.active or self.reason or (self.knobs.requests and number >= self.knobs.requests):
             return None
-        number = self.taken * self.workers + self.worker_index
         self.taken += 1
         self.in_flight += 1
         return number
 
     def begin_talk(self) -> int:
         """Return the number of the next conversation; lengths and texts are drawn by it."""
-        number = self._talks * self.workers + self.worker_index
+        number = self.first + self._talks * self.step
         self._talks += 1
         return number
 
@@ -168,12 +193,19 @@ class LoadSession:
             self._spawn(self.stop, contract.BY_REQUESTS)
 
     def place(self) -> tuple[int, float]:
-        """Return (index of its server, seconds until its start) for the next user: servers in turn, starts evenly over the ramp."""
+        """Return (index of its server, seconds until its start) for the next user: servers in turn, starts evenly over the ramp.
+
+        A user of a worker waits here until all workers begin together.
+        """
+        if self.link is not None:
+            self.link.went.wait()
         number = self._users
         self._users += 1
         users = max(1, int(getattr(self.environment.runner, "target_user_count", 1)))
+        share = (number % users + self.worker_index / self.workers) / users
         ramp_s = 0.0 if self.stages else self.knobs.ramp_s
-        return number % max(1, len(self.targets)), ramp_s * (number % users) / users
+        wait_s = max(0.0, self.begun_s - monotonic()) if self.link is not None else 0.0
+        return (number * self.workers + self.worker_index) % max(1, len(self.targets)), wait_s + ramp_s * share
 
     def head(self, index: int, output_tokens: int) -> bytes:
         """Return the JSON of a request up to its prompt; made once for each server and number of tokens."""
@@ -201,7 +233,7 @@ class LoadSession:
         self._end_by_count()
 
     def _end_by_count(self) -> None:
-        if self.knobs.requests and self.finished >= self.knobs.requests and not self.reason:
+        if self.knobs.requests and self.finished >= len(range(self.first, self.knobs.requests, self.step)) and not self.reason:
             self._spawn(self.stop, contract.BY_REQUESTS)
 
     def kept_connection_closed(self, index: int) -> None:
@@ -253,7 +285,11 @@ class LoadSession:
             rows.flush()
             if rows.failure and not self.reason:
                 self.fail(CannotWrite(rows.failure, hint="free space on that disk; the rows so far are kept"))
-        if self.handed is not None and self.handed.parent and os.getppid() != self.handed.parent and not self.reason:
+        if self.link is not None:
+            if isinstance(rows, RowsSender) and rows.silent_s > MASTER_GONE_S and not self.reason:
+                self.reason = contract.BY_PARENT
+                self._spawn(self.environment.runner.quit)
+        elif self.handed is not None and self.handed.parent and os.getppid() != self.handed.parent and not self.reason:
             self._spawn(self.stop, contract.BY_PARENT)
         if self._refused >= GONE_AFTER_REFUSALS and now_s - self._refused_since_s > GONE_AFTER_S and not self.reason:
             self.say("nobody accepts connections any more: the load stops")
@@ -267,14 +303,22 @@ class LoadSession:
         if self.reason or runner.state in {STATE_CLEANUP, STATE_STOPPED}:
             return
         self.reason = reason
-        if self.handed is not None or getattr(self.environment.parsed_options, "headless", False):
+        if self.link is not None:
+            if reason != contract.BY_DURATION:  # the master has a clock of its own
+                self.link.wish(reason)
+        elif self.handed is not None or getattr(self.environment.parsed_options, "headless", False):
             runner.quit()
         else:
             runner.stop()
 
     def fail(self, error: KvError) -> None:
-        """Say once what went wrong, write it down, and stop."""
+        """Say once what went wrong, write it down, and stop. A worker leaves the saying to its master."""
         self.failed = True
+        if self.link is not None:
+            self.environment.host = self.environment.host or "http://127.0.0.1"
+            self.link.failed(failure_text(error))
+            self.halted(contract.BY_FAILURE)
+            return
         self.say(str(error))
         self.environment.process_exit_code = error.exit_code
         self.environment.host = self.environment.host or "http://127.0.0.1"
@@ -285,10 +329,19 @@ class LoadSession:
             runner.log_exception("local", str(error), "")
         gevent.spawn(self.stop, contract.BY_FAILURE)
 
+    def halted(self, reason: str) -> None:
+        """Take the master's word that the load ends; users that still wait for its beginning go home."""
+        self.reason = self.reason or reason
+        if self.link is not None:
+            self.link.went.set()
+
+    def stopping(self) -> None:
+        """Locust begins to stop the users: nothing is to be done before."""
+
     def interrupted(self) -> None:
         """Locust quits while the load runs: a signal. What is in flight gets two seconds."""
         if self.active and not self.reason:
-            self.reason = contract.BY_SIGNAL
+            self.halted(contract.BY_SIGNAL)
         self.environment.stop_timeout = min(self.environment.stop_timeout or 0.0, SIGNAL_STOP_S)
 
     def finish(self) -> None:
@@ -302,6 +355,7 @@ class LoadSession:
         if self.resent:
             text = "requests that went out again because their kept connection was closed before anybody read them"
             rows.put(LoadNote(self.now_s(), "connections", text, {"resent": self.resent}))
+        clock = self.link.clock if self.link is not None else None
         rows.put(
             LoadEnd(
                 wall_s=self.now_s(),
@@ -313,11 +367,15 @@ class LoadSession:
                 lag_p99_s=lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0,
                 lag_max_s=lags[-1] if lags else 0.0,
                 in_flight=self.cut_off,
+                clock_offset_s=self.link.offset_s if self.link is not None else None,
+                clock_error_s=clock.error_s if clock is not None else None,
             )
         )
         if rows.failure and not self.failed:
             self.say(rows.failure)
             self.environment.process_exit_code = CannotWrite.exit_code
+        if self.link is not None:
+            self.link.drain()
         rows.close()
         self.rows = None
         self.active = False
@@ -326,16 +384,11 @@ class LoadSession:
                 greenlet.kill(block=False)
 
     def say(self, text: str) -> None:
-        """Print a line of ours to stderr."""
+        """Print a line of ours to stderr; of several workers only the master speaks."""
+        if self.link is not None:
+            return
         sys.stderr.write(f"pytest-kvcache: {text}\n")
         sys.stderr.flush()
 
     def _spawn(self, function: Callable[..., None], *arguments: object) -> None:
         self._greenlets.append(gevent.spawn(function, *arguments))
-
-
-def _place(runner: Any) -> tuple[int, int, str]:
-    """Return (number of workers, index of this one, its name; "" where there is only one process)."""
-    if isinstance(runner, WorkerRunner):
-        return max(1, int(getattr(runner, "worker_count", 1))), max(0, int(runner.worker_index)), str(runner.client_id)
-    return 1, 0, ""

@@ -71,7 +71,7 @@ def test_rows_of_several_workers_are_put_in_order_and_none_is_lost(tmp_path: Pat
     assert load.complete
     assert [end.worker for end in load.ends] == ["w0", "w1"]
     assert [note.text for note in load.notes] == ["y"]
-    assert os.listdir(tmp_path) == ["requests.jsonl"]
+    assert [file.name for file in tmp_path.iterdir()] == ["requests.jsonl"]
 
 
 def test_rows_that_cannot_be_put_in_order_stay_as_they_came(tmp_path: Path) -> None:
