@@ -29,7 +29,7 @@ SERVER = (
     "prometheus",    "prometheus_selector", "prometheus_api_key_env",
 )  # fmt: skip
 PROBE = ("seed", "reset_cache", "keep_text")
-LOAD = ("users", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")
+LOAD = ("users", "load_processes", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")
 OUTPUT = ("reports", "name")
 BOUNDS = ("max_usage", "min_free")
 JUDGE = (

@@ -208,6 +208,7 @@ def _press(target: Target, settings: Settings, folder: Path, window: Window, max
             max_model_len=max_model_len,
             request_timeout_s=settings.request_timeout_s,
             keep_text=settings.keep_text,
+            processes=settings.load_processes,
             options={"nonce": window.nonce, **({"requests": planned.requests} if planned.requests else {}), **planned.options},
         )
     except (KvError, KeyboardInterrupt) as error:

@@ -18,6 +18,7 @@ from pytest_kvcache.errors import UsageError
 ENV_PREFIX = "PYTEST_KVCACHE_"
 MOST_USERS = 100_000
 MOST_SAMPLES_A_SECOND = 1000.0
+MOST_LOAD_PROCESSES = 256
 
 
 def _opt(default: Any, help: str, *, group: str, parse: str = "", choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -55,6 +56,7 @@ class Settings:
     # load
     users: int = _opt(0, "users of a load profile; 0 takes the profile's own", group="load")
     duration_s: float = _opt(0.0, "length of one measured window; 0 takes the profile's own", group="load", parse="seconds")
+    load_processes: int = _opt(1, "worker processes of this machine that the users of a load are spread over", group="load")
     windows: int = _opt(5, "independent windows a side in a comparison", group="load")
     seed: int = _opt(1, "seed of prompts and arrivals", group="load")
     output_tokens: int = _opt(0, "tokens asked for in each request; 0 takes the profile's own", group="load")
@@ -211,9 +213,11 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"{flag(name)} cannot be negative")
     if settings.users > MOST_USERS:
         raise UsageError(f"--kv-users: {settings.users:,} are more than one load can hold", hint=f"at most {MOST_USERS:,}")
-    for name in ("windows", "sample_hz", "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s"):
+    for name in ("windows", "load_processes", "sample_hz", "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s"):
         if not getattr(settings, name) > 0:
             raise UsageError(f"{flag(name)} must be above zero")
+    if settings.load_processes > MOST_LOAD_PROCESSES:
+        raise UsageError(f"--kv-load-processes can be at most {MOST_LOAD_PROCESSES}", hint="one for each CPU core that is free for the load")
     if settings.sample_hz > MOST_SAMPLES_A_SECOND:
         raise UsageError(f"--kv-sample-hz can be at most {MOST_SAMPLES_A_SECOND:g}", hint="10 suits most servers; a read takes milliseconds")
     if not 0 <= settings.ttft_margin < float("inf"):

@@ -69,6 +69,7 @@ def gather(
         worst_length=worst,
         outside_s=_outside(record, rows),
         clock_step_s=record.clock_step_s,
+        worker_clocks={end.worker: (end.clock_offset_s, end.clock_error_s) for end in frame.ends if end.clock_offset_s is not None},
         pool_full=frame.pool_full,
         lengths=_lengths(rows),
     )

@@ -26,6 +26,7 @@ class Limits:
 
     The client's own lag may be ``lag_s`` or ``lag_share`` of the median time to first token, whichever is more; a single stall of
     its event loop may last ``stall_share`` of the window, or ``stall_s`` where that is more: it may lie beside a short window.
+    The clock of a load worker may be ``worker_clock_s`` off the master's, which is corrected, and uncertain by ``worker_clock_error_s``.
     """
 
     lag_s: float = 0.25
@@ -41,6 +42,8 @@ class Limits:
     clock_s: float = 2.0
     load_share: float = 0.95
     users_share: float = 0.80
+    worker_clock_s: float = 1.0
+    worker_clock_error_s: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Facts:
     ``due`` is how many requests an open loop was to send, ``users`` how many a closed loop was to keep in flight (0: neither is
     known, or think time and refusals explain fewer) and ``most_live`` the most that were. ``lengths`` maps the first requests, by lane
     and number, to the prompt and output tokens planned for them.
+    ``worker_clocks`` maps a load worker to the offset of its clock from the master's and by how much that may be wrong (None where
+    it could not be measured).
     """
 
     loaded: bool = True
@@ -82,6 +87,7 @@ class Facts:
     worst_length: str = ""
     outside_s: float = 0.0
     clock_step_s: float = 0.0
+    worker_clocks: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     pool_full: int = 0
     lengths: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
@@ -124,7 +130,7 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
         yield Problem(
             "client_bound",
             f"the load client was late: its lag {which} was {units.show_seconds(lag)} (p99), and at most {units.show_seconds(allowed)} is sound",
-            "fewer users, more worker processes (--processes), or a machine of its own for the load",
+            "fewer users, more load processes (--kv-load-processes), or a machine of its own for the load",
         )
     yield from _achieved(facts, limits)
     fewest = min(limits.requests, facts.asked) if facts.asked else limits.requests
@@ -153,6 +159,7 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
             f"the clock of this machine was set by {facts.clock_step_s:+.1f} s while it measured (or the machine slept)",
             "let the clock be slewed and not stepped while a measurement runs, keep the machine awake, and measure again",
         )
+    yield from _worker_clocks(facts, limits)
 
 
 def _achieved(facts: Facts, limits: Limits) -> Iterator[Problem]:
@@ -169,6 +176,22 @@ def _achieved(facts: Facts, limits: Limits) -> Iterator[Problem]:
             f"at most {facts.most_live} requests were in flight at once, and {facts.users} users were planned",
             "a longer window (--kv-duration-s), more worker processes for the load, or fewer users",
         )
+
+
+def _worker_clocks(facts: Facts, limits: Limits) -> Iterator[Problem]:
+    for worker, (offset_s, error_s) in facts.worker_clocks.items():
+        if error_s is None:
+            what = f"how far the clock of the load worker {worker} is from the master's could not be measured"
+        elif abs(offset_s) > limits.worker_clock_s:
+            at_most = f"at most {units.show_seconds(limits.worker_clock_s)} is sound"
+            what = f"the clock of the load worker {worker} is {units.show_seconds(abs(offset_s))} off the master's, and {at_most}"
+        elif error_s > limits.worker_clock_error_s:
+            known = f"known to {units.show_seconds(error_s)} only, and {units.show_seconds(limits.worker_clock_error_s)} is needed"
+            what = f"the clock of the load worker {worker} against the master's is {known}"
+        else:
+            continue
+        yield Problem("worker_clock", what, "let the load machines' clocks follow one source (NTP), on a network that is not full")
+        return
 
 
 def _telemetry(facts: Facts, limits: Limits) -> Iterator[Problem]:

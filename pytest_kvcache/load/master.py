@@ -150,7 +150,7 @@ class MasterSession:
             "duration_s": self._length_s(),
             "workers": {seat.name: seat.client.rpartition("_")[0] or seat.client for seat in self.seats.values()},
         }
-        return msgspec.structs.replace(start, wall_s=self.now_s(), worker="", options=options, argv=argv())
+        return msgspec.structs.replace(start, profile=self.profile, wall_s=self.now_s(), worker="", options=options, argv=argv())
 
     def _begin(self, start: LoadStart) -> None:
         assert self.rows is not None

@@ -28,6 +28,10 @@ def failing_reads(rows: list[RequestRow]) -> list[TelemetryRow]:
     return found + [TelemetryRow(T0 - 0.29 + i / 10, error="HTTP 503") for i in range(48)]
 
 
+def of_worker(offset_s: float, error_s: float | None) -> LoadEnd:
+    return LoadEnd(T0 + 4, rows=16, reason="duration", worker="w0", clock_offset_s=offset_s, clock_error_s=error_s)
+
+
 ROWS = closed_loop()
 WRONG = [request(i, i * 0.2, prompt_tokens=130) for i in range(10)]
 
@@ -50,6 +54,9 @@ BROKEN: dict[str, tuple[str, MadeRun]] = {
     "a clock that was set back": ("clock", MadeRun(record={"clock_step_s": -2.5})),
     "fewer users than planned": ("under_load", MadeRun(options={"users": 8, "think_s": 0.0})),
     "an open loop that fell behind": ("under_load", MadeRun(options={"scheduled": 40})),
+    "a load worker whose clock is set wrong": ("worker_clock", MadeRun(end=of_worker(-3.5, 0.001))),
+    "a load worker whose clock is not known well": ("worker_clock", MadeRun(end=of_worker(0.0, 0.3))),
+    "a load worker whose clock was never measured": ("worker_clock", MadeRun(end=of_worker(0.0, None))),
     "telemetry that covers a part": ("coverage", MadeRun(samples=polled(ROWS, lambda i: i < 24))),
     "telemetry that mostly fails": ("coverage", MadeRun(samples=failing_reads(ROWS))),
     "no telemetry": ("coverage", MadeRun(samples=[])),
@@ -92,6 +99,7 @@ def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
         MadeRun(rows=closed_loop(cached_tokens=64), record={"options": {"shared_prefix": 64}}),
         MadeRun(rows=late(closed_loop(), 0.2)),
         MadeRun(end=LoadEnd(T0 + 4, rows=16, reason="duration", lag_p99_s=0.6, lag_max_s=0.6)),
+        MadeRun(end=of_worker(0.8, 0.02)),
         MadeRun(rows=[request(i, i * 0.2, prompt_tokens=103) for i in range(10)]),
         MadeRun(before=[snapshot(T0 - 1, finished=100)], after=[snapshot(T0 + 5, finished=118)]),
         MadeRun(
@@ -111,6 +119,7 @@ def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
         "sharing meant",
         "a little late",
         "one short stall",
+        "a worker's clock that was corrected",
         "lengths within reach",
         "a nudge beside the load",
         "what preparation asked",
