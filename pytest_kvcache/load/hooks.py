@@ -17,7 +17,8 @@ from pytest_kvcache.errors import KvError
 from pytest_kvcache.load import contract, flags
 from pytest_kvcache.load.arrivals import level_at, parse_stages
 from pytest_kvcache.load.link import Link
-from pytest_kvcache.load.master import MasterSession, listen
+from pytest_kvcache.load.listening import listen
+from pytest_kvcache.load.master import MasterSession
 from pytest_kvcache.load.session import LoadSession, Shape
 from pytest_kvcache.load.target import Handed, handed_over
 
@@ -138,7 +139,7 @@ class StagesShape(LoadTestShape):
 
     def tick(self) -> tuple[int, float]:
         """Return (users, users started a second) as they should be now; the end of the load is not decided here."""
-        session = state.session
+        session = _running()
         first = self._ticked_s is None
         self._ticked_s = self._ticked_s or monotonic()
         at_s = monotonic() - (session.begun_at() if session is not None and session.active else self._ticked_s)

@@ -10,7 +10,6 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -83,11 +82,13 @@ class MasterSession:
         self.seats: dict[str, Seat] = {}
         self.reason = ""
         self.failed = False
-        self.began = False
+        self.active = False
+        self.begun_s = 0.0
+        self.length_s = 0.0
         self._opened_s = monotonic()
         self._base_s = time.time() - self._opened_s
         self._halting = self._collected = False
-        self._listener: Any = None
+        self.listener: Any = None
         self._greenlets: list[Any] = []
 
     # before the load
@@ -143,11 +144,14 @@ class MasterSession:
                     f"the workers disagree on {name.replace('_', ' ')}: {first.name} says {shown[0]}, {seat.name} says {shown[1]}",
                     hint="give every worker the same profile, package version and servers",
                 )
-        runner = self.environment.runner
+        open_loop, users = bool(start.options.get("arrivals")), int(self.environment.runner.target_user_count)
+        if users < len(ready) and (open_loop or self.knobs.requests):
+            raise UsageError(f"{len(ready)} load workers need {len(ready)} users, and there are {users}", hint="raise -u, or take fewer workers")
+        self.length_s = float(start.options.get("duration_s") or 0) or float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
         options = {
             **start.options,
-            "users": int(runner.target_user_count),
-            "duration_s": self._length_s(),
+            "users": 0 if open_loop else max(users, int(start.options.get("users", 0))),
+            "duration_s": self.length_s,
             "workers": {seat.name: seat.client.rpartition("_")[0] or seat.client for seat in self.seats.values()},
         }
         return msgspec.structs.replace(start, profile=self.profile, wall_s=self.now_s(), worker="", options=options, argv=argv())
@@ -155,7 +159,7 @@ class MasterSession:
     def _begin(self, start: LoadStart) -> None:
         assert self.rows is not None
         self.rows.put(start)
-        self.began = True
+        self.active = True
         begin_s = self.now_s() + HEAD_START_S
         seats = [seat for seat in self.seats.values() if seat.start is not None and not seat.over]
         for place, seat in enumerate(seats):
@@ -165,15 +169,13 @@ class MasterSession:
             f"{start.profile}: {len(seats)} workers, model {clean_text(str(start.options.get('model')), 100)}, longest context {limit}, "
             f"lengths by {start.options.get('length_source')}, rows in {self.rows.path}"
         )
-        if self._length_s() > 0:
-            self._greenlets.append(gevent.spawn_later(HEAD_START_S + self._length_s(), self.stop, contract.BY_DURATION))
+        self.begun_s = begin_s - self._base_s
+        if self.length_s > 0:
+            self._greenlets.append(gevent.spawn_later(HEAD_START_S + self.length_s, self.stop, contract.BY_DURATION))
 
     def _go(self, seat: Seat, place: int, workers: int, begin_s: float, *, first: int, step: int) -> None:
         seat.went = True
         self._tell(seat, link.GO, {"index": place, "workers": workers, "begin_s": begin_s, "first": first, "step": step, "name": seat.name})
-
-    def _length_s(self) -> float:
-        return self.knobs.duration_s or float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
 
     # during the load
 
@@ -181,9 +183,12 @@ class MasterSession:
         """Return Unix seconds on this process's monotonic clock, which is the clock of all rows."""
         return self._base_s + monotonic()
 
+    def begun_at(self) -> float:
+        """Return when the load began, in monotonic seconds."""
+        return self.begun_s
+
     def took(self, client: str, number: int, data: bytes) -> None:
         """Take the next piece of a worker's lines and say which came last; a piece that came before is only said again."""
-        self._listener = gevent.getcurrent()
         seat = self._seat(client)
         if seat is None or self.rows is None:
             return
@@ -194,7 +199,7 @@ class MasterSession:
 
     def _seat(self, client: str) -> Seat | None:
         seat = self.seats.get(client)
-        if seat is None and self.began and not self.reason:
+        if seat is None and self.active and not self.reason:
             seat = self.seats[client] = Seat(client, len(self.seats))
             self.note("workers", f"the worker {seat.name} came after the load had begun")
         return seat
@@ -227,7 +232,7 @@ class MasterSession:
                 self.rows.put(said)
         elif isinstance(said, LoadStart):
             seat.start = said
-            if self.began and not seat.went:
+            if self.active and not seat.went:
                 first = LATE_NUMBERS * (seat.index + 1)
                 self._go(seat, seat.index, seat.index + 1, self.now_s(), first=first, step=1)
 
@@ -331,7 +336,7 @@ class MasterSession:
 
     def _wait(self) -> None:
         """Let the workers' messages come: where Locust stops the test out of its own listener, nobody else would read them."""
-        if gevent.getcurrent() is not self._listener:
+        if gevent.getcurrent() is not self.listener:
             gevent.sleep(0.02)
             return
         runner = self.environment.runner
@@ -344,7 +349,7 @@ class MasterSession:
     def _ran_out(self) -> bool:
         """Say whether Locust's own -t has ended the load."""
         run_time = float(getattr(self.environment.parsed_options, "run_time", 0) or 0)
-        return bool(run_time and self.rows is not None and self.began and monotonic() - self._opened_s >= run_time - 0.5)
+        return bool(run_time and self.rows is not None and self.active and monotonic() - self._opened_s >= run_time - 0.5)
 
     def finish(self) -> None:
         """Write the end lines, put the rows in order, and close the file."""
@@ -378,32 +383,3 @@ class MasterSession:
         """Print a line of ours to stderr."""
         sys.stderr.write(f"pytest-kvcache: {text}\n")
         sys.stderr.flush()
-
-
-def listen(runner: Any, session: Callable[[], object]) -> None:
-    """Register what workers send to the master; ``session`` returns the load that runs, of whichever kind."""
-    base_s = time.time() - monotonic()
-
-    def current(msg: Any) -> MasterSession | None:
-        found = session()
-        return found if isinstance(found, MasterSession) and msg.data["load"] == found.load else None
-
-    def asked(msg: Any, **_: Any) -> None:
-        found = session()
-        now_s = found.now_s() if isinstance(found, MasterSession) else base_s + monotonic()
-        runner.send_message(link.CLOCK, {"asked_s": msg.data["asked_s"], "master_s": now_s}, client_id=msg.node_id)
-
-    def rows(msg: Any, **_: Any) -> None:
-        if (found := current(msg)) is not None:
-            found.took(msg.node_id, int(msg.data["number"]), msg.data["data"])
-
-    def wish(msg: Any, **_: Any) -> None:
-        if (found := current(msg)) is not None:
-            found.wished(msg.node_id, str(msg.data["reason"]))
-
-    def failed(msg: Any, **_: Any) -> None:
-        if (found := current(msg)) is not None:
-            found.worker_failed(msg.node_id, str(msg.data["text"]))
-
-    for name, listener in ((link.CLOCK, asked), (link.ROWS, rows), (link.WISH, wish), (link.FAILED, failed)):
-        runner.register_message(name, listener)

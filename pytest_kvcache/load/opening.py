@@ -98,7 +98,7 @@ def make_loop(session: LoadSession) -> OpenLoop | None:
             raise UsageError("--kv-burstiness must be above 0", hint="1 is Poisson, 0.25 is uneven, 4 is even")
         stages = session.stages or (Stage(math.inf, knobs.rate, knobs.rate),)
         times = arrivals(knobs.arrivals, stages, knobs.seed, burstiness=knobs.burstiness, burst_size=max(1, knobs.burst_size))
-    return OpenLoop(session, list(classes), times, max(1, knobs.max_in_flight // session.workers))
+    return OpenLoop(session, list(classes), times, max(1, knobs.max_in_flight))
 
 
 def write_start(session: LoadSession) -> None:

@@ -109,6 +109,10 @@ def command(
     if taken:
         raise UsageError(f"{', '.join(taken)} cannot be given as an option of the load", hint="it is set by its own argument")
     stop_timeout_s = float(extra.pop("stop_timeout_s", STOP_TIMEOUT_S))
+    if processes > 1 and extra.get("rate"):
+        users = max(users, processes)  # one user of each worker starts its share of the arrivals
+    bounds = [number for number in (users, int(extra.get("requests", 0) or 0)) if number]
+    processes = min([processes, *bounds])
     spawn_rate = float(extra.pop("spawn_rate", 0) or max(1, users))
     requests = int(extra.get("requests", 0))
     if requests and not duration_s:

@@ -130,13 +130,15 @@ class LoadSession:
         assert link is not None
         self.workers, self.worker_index, self.worker, self.first, self.step = link.workers, link.index, link.name, link.first, link.step
         self.offset_s = link.base_s + link.offset_s
+        if self.loop is not None:
+            self.loop.cap = max(1, self.loop.cap // self.workers)
         self._begin()
 
     def _begin(self) -> None:
         """Begin to count, to watch and to measure the time."""
         self.begun_s = self.link.begin_s if self.link is not None else monotonic()
         self.active = True
-        self.t0_s = self.t0_s or monotonic()
+        self.t0_s = self.begun_s
         self._cpu_start_s = time.process_time()
         self._began_s = monotonic()
         self._spawn(self._beat)
@@ -188,8 +190,8 @@ class LoadSession:
         return self.t0_s or self.begun_s
 
     def sent_all(self) -> None:
-        """Every arrival of the schedule was sent and has ended: the load is over, unless other workers still send theirs."""
-        if self.workers == 1 and not self.reason:
+        """Every arrival of the schedule was sent and has ended: the load is over, with those of the other workers."""
+        if not self.reason:
             self._spawn(self.stop, contract.BY_REQUESTS)
 
     def place(self) -> tuple[int, float]:

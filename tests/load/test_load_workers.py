@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,17 @@ def test_workers_that_do_not_agree_do_not_press(tmp_path: Path) -> None:
         said = (tmp_path / "master" / "log").read_text()
         assert "the workers disagree on" in said, said
         assert not asked_for(server, 64)
+
+
+@pytest.mark.slow
+def test_an_open_loop_over_two_processes_sends_every_arrival_once(tmp_path: Path) -> None:
+    with ScriptedServer(itl_s=0.01) as server:
+        result = press(server, tmp_path, users=0, duration_s=3.0, options={"rate": 20, "arrivals": "constant"})
+    assert result.complete
+    rows = sorted(read_rows(result.rows_path), key=lambda row: row.intended_s)
+    assert set(by_worker(result.rows_path)) == {"w0", "w1"}
+    assert sorted(row.id for row in rows) == list(range(len(rows)))
+    assert 55 <= len(rows) <= 61
+    gaps = [after.intended_s - before.intended_s for before, after in pairwise(rows)]
+    assert min(gaps) > 0.04, gaps
+    assert max(gaps) < 0.06, gaps
