@@ -1,0 +1,146 @@
+"""Balance of replicas, ranks and cards: an average that hides a split, and requests that wait while another server idles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from made_run import T0, MadeRun, closed_loop, sample, snapshot
+
+from pytest_kvcache.analysis.balance import GPUS, RANKS, REPLICAS, Idling, balance
+from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.assertions import assert_balanced
+from pytest_kvcache.conditions import FAIL, PASS
+from pytest_kvcache.errors import GateFailed, UsageError
+from pytest_kvcache.judge import gates
+from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.records import GpuRow, MemoryRow, TelemetryRow
+
+Levels = Callable[[int, int], dict[str, float]]
+
+
+def number(value: Value) -> float:
+    assert isinstance(value, Reading), value
+    return value.number()
+
+
+def replicas(folder: Path, levels: Levels, count: int = 2, **changes: Any) -> Analysis:
+    """Return a Run with ``count`` replicas; ``levels(server, sample)`` is what each tells at each of 44 samples."""
+    rows = closed_loop(users=20)
+    samples = [
+        msgspec.structs.replace(sample(rows, T0 - 0.2 + i / 10), endpoint=server, values=levels(server, i))
+        for i in range(44)
+        for server in range(count)
+    ]
+    before = [msgspec.structs.replace(snapshot(T0 - 0.5), endpoint=f"http://127.0.0.1:{n + 1}") for n in range(count)]
+    return analyse(MadeRun(rows=rows, samples=samples, before=before, after=before, **changes).write(folder))
+
+
+def told(usage: float, running: float = 1.0, waiting: float = 0.0) -> dict[str, float]:
+    return {"usage": usage, "used_blocks": usage * 127, "free_blocks": 127 - usage * 127, "running": running, "waiting": waiting}
+
+
+def test_a_mean_of_51_percent_is_an_87_15_split(tmp_path: Path) -> None:
+    # field case G01
+    analysis = replicas(tmp_path, lambda server, _: told((0.87, 0.15)[server], (17, 3)[server]))
+    usage = balance(analysis).of("usage", REPLICAS)
+    assert usage is not None
+    assert number(analysis.values["usage.mean"]) == pytest.approx(0.51)
+    assert number(usage.over_mean) == pytest.approx(0.87 / 0.51)
+    assert (usage.highest, usage.lowest) == ("server 1", "server 2")
+    assert "87.0 % on server 1 and 15.0 % on server 2, highest over mean 1.71" in usage.text
+    gate = gates.balanced([analysis])
+    assert gate.verdict == FAIL
+    assert "highest over mean 1.71" in gate.text
+    assert number(analysis.values["balance.running_spread"]) == 14
+    with pytest.raises(GateFailed, match="server 2"):
+        assert_balanced(analysis)
+
+
+def test_even_replicas_are_balanced(tmp_path: Path) -> None:
+    analysis = replicas(tmp_path, lambda server, i: told(0.5 + 0.02 * ((i + server) % 2), 8))
+    assert assert_balanced(analysis).verdict == PASS
+    idling = balance(analysis).idling
+    assert isinstance(idling, Idling)
+    assert idling.share == 0
+
+
+def test_the_pair_that_differs_most_is_named_among_many(tmp_path: Path) -> None:
+    usage = balance(replicas(tmp_path, lambda server, _: told((0.4, 0.9, 0.5, 0.1, 0.45)[server]), count=5)).of("usage")
+    assert usage is not None
+    assert (usage.highest, usage.lowest) == ("server 2", "server 4")
+    assert usage.gap.number() == pytest.approx(0.8)
+
+
+def test_waiting_on_one_while_another_idles_fails_even_where_usages_are_alike(tmp_path: Path) -> None:
+    analysis = replicas(tmp_path, lambda server, _: told(0.05 * (1 - server), 2 * (1 - server), 5 * (1 - server)))
+    gate = gates.balanced([analysis], max_spread=0.2)
+    assert gate.verdict == FAIL
+    assert "requests waited on server 1 while server 2 idled" in gate.text
+    assert number(analysis.values["balance.idle_while_waiting"]) > 0.9
+    assert gates.balanced([analysis], max_spread=0.2, max_idle_while_waiting=1.0).verdict == PASS
+
+
+def test_a_moment_of_it_is_no_imbalance(tmp_path: Path) -> None:
+    def levels(server: int, i: int) -> dict[str, float]:
+        return told(0.1, 0 if server and i > 38 else 1, 1.0 if i > 38 and not server else 0.0)
+
+    analysis = replicas(tmp_path, levels)
+    assert 0 < number(analysis.values["balance.idle_while_waiting"]) < 0.2
+    assert assert_balanced(analysis).verdict == PASS
+
+
+def test_a_replica_that_told_its_usage_for_a_while_only_counts_for_that_while(tmp_path: Path) -> None:
+    usage = balance(replicas(tmp_path, lambda server, i: told(0.5) if not server or i < 20 else {"running": 0.0, "waiting": 0.0})).of("usage")
+    assert usage is not None
+    assert usage.gap.number() == pytest.approx(0.0)
+
+
+def test_a_replica_that_never_told_makes_the_widest_distance_unknown(tmp_path: Path) -> None:
+    analysis = replicas(tmp_path, lambda server, _: told(0.5) if server < 2 else {"running": 1.0, "waiting": 0.0}, count=3)
+    spread = analysis.values["usage.spread"]
+    assert isinstance(spread, Missing)
+    assert "server 3 did not tell" in spread.reason
+
+
+def test_data_parallel_ranks_are_members_and_mirrors_are_not(tmp_path: Path) -> None:
+    # field case C14: averages over idle ranks hide the full one
+    rows = closed_loop()
+
+    def ranked(usages: Sequence[float]) -> Analysis:
+        samples = [msgspec.structs.replace(sample(rows, T0 - 0.2 + i / 10), ranks={str(n): told(u) for n, u in enumerate(usages)}) for i in range(44)]
+        return analyse(MadeRun(rows=rows, samples=samples).write(tmp_path / str(len(usages))))
+
+    usage = balance(ranked((0.92, 0.0, 0.0, 0.0))).of("usage", RANKS)
+    assert usage is not None
+    assert number(usage.over_mean) == pytest.approx(4.0)
+    assert usage.highest == "server 1, rank 0"
+    alone = ranked((0.92,)).values["usage.spread"]
+    assert isinstance(alone, Missing)
+    assert alone.cannot_happen
+
+
+def test_one_card_at_72_and_the_other_at_41_gib_is_seen(tmp_path: Path) -> None:
+    gib = 1 << 30
+    cards = [
+        GpuRow(n, f"GPU-{n}", "A100", 80 * gib, used * gib, (80 - used) * gib, processes={str(n + 1): used * gib}) for n, used in enumerate((72, 41))
+    ]
+    memory = MemoryRow(gib, gib, processes={"1": 1, "2": 1})
+    rows = closed_loop()
+    samples: list[TelemetryRow] = [sample(rows, T0 - 0.2 + i / 10) for i in range(44)]
+    samples[9] = msgspec.structs.replace(samples[9], gpus=cards, memory=memory)
+    analysis = analyse(MadeRun(rows=rows, samples=samples).write(tmp_path))
+    memory_used = balance(analysis).of("gpu.used_bytes", GPUS)
+    assert memory_used is not None
+    assert memory_used.text == "card memory in use: 72.00 GiB on GPU 0 A100 and 41.00 GiB on GPU 1 A100, highest over mean 1.27"
+    assert number(analysis.values["balance.gpu_memory_spread"]) == 31 * gib
+
+
+def test_one_server_has_nothing_to_balance(tmp_path: Path) -> None:
+    analysis = analyse(MadeRun().write(tmp_path))
+    assert not gates.balanced([analysis]).applicable
+    with pytest.raises(UsageError):
+        assert_balanced(analysis, max_idle_while_waiting=20)
