@@ -29,7 +29,10 @@ SERVER = (
     "prometheus",    "prometheus_selector", "prometheus_api_key_env",
 )  # fmt: skip
 PROBE = ("seed", "reset_cache", "keep_text")
-LOAD = ("users", "load_processes", "duration_s", "output_tokens", "seed", "reset_cache", "keep_text")
+LOAD = (
+    "users", "load_processes", "duration_s", "output_tokens", "seed", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option", "reset_cache",
+    "keep_text",
+)  # fmt: skip
 OUTPUT = ("reports", "name")
 BOUNDS = ("max_usage", "min_free")
 JUDGE = (

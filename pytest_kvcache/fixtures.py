@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SETTINGS = pytest.StashKey[Settings]()
 # A gate as JSON text on a worker's test report: plain text survives the way to xdist's controller (F8: other types do not).
 GATE_PROPERTY = "kv_gate"
+# Options of the load that kv_load takes as keywords.
+OPTION_KEYWORDS = frozenset({"rate", "arrivals", "stages", "max_in_flight", "content", "trace"})
 
 
 class State:
@@ -277,8 +279,8 @@ def kv_snapshot(kv_session: Session) -> Callable[[], SnapshotRecord]:
 def kv_load(kv_session: Session) -> Callable[..., Run]:
     """A callable that measures one window of a load profile: ``kv_load("longctx", users=8, duration_s=30)`` returns its Run.
 
-    Keywords: users, duration_s, output_tokens, requests (stop after so many), options (the profile's own). The same call in one
-    session returns the same Run.
+    Keywords: users, duration_s, output_tokens, requests (stop after so many), rate, arrivals, stages, max_in_flight, content, trace,
+    options (the profile's own). The same call in one session returns the same Run.
     """
 
     def load(profile: str, **numbers: Any) -> Run:
@@ -300,10 +302,14 @@ def kv_windows(kv_session: Session) -> Callable[..., list[Run]]:
 def _planned(profile: str, numbers: Mapping[str, Any]) -> Planned:
     from pytest_kvcache.measure import Planned
 
+    arrivals = {name: value for name, value in numbers.items() if name in OPTION_KEYWORDS}
+    rest = {name: value for name, value in numbers.items() if name not in OPTION_KEYWORDS}
+    if arrivals:
+        rest["options"] = {**arrivals, **rest.get("options", {})}
     try:
-        return Planned(profile, **numbers)
+        return Planned(profile, **rest)
     except TypeError:
-        known = "users, duration_s, output_tokens, requests, options"
+        known = "users, duration_s, output_tokens, requests, rate, arrivals, stages, max_in_flight, content, trace, options"
         raise UsageError(f"unknown keyword among {', '.join(numbers)}", where=f"kv_load({profile!r}, ...)", hint=f"known: {known}") from None
 
 

@@ -304,6 +304,8 @@ class Session:
             # a counted load ends by its count, and the load itself bounds its time: a window's length would cut a slow probe short
             duration_s=planned.duration_s or (0.0 if planned.requests else settings.duration_s or owned_window_s),
             output_tokens=planned.output_tokens or settings.output_tokens,
+            # a counted load is a probe: it keeps to its own arrivals and lengths
+            options=planned.options if planned.requests else {**settings.load_options(planned.name), **planned.options},
         )
         window = Window(
             filled,

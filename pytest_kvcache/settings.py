@@ -60,6 +60,17 @@ class Settings:
     windows: int = _opt(5, "independent windows a side in a comparison", group="load")
     seed: int = _opt(1, "seed of prompts and arrivals", group="load")
     output_tokens: int = _opt(0, "tokens asked for in each request; 0 takes the profile's own", group="load")
+    rate: float = _opt(0.0, "requests a second that start whatever earlier ones do (open loop); 0 leaves it to the users", group="load")
+    arrivals: str = _opt("poisson", "how the requests of --kv-rate arrive", group="load", choices=("poisson", "constant", "gamma", "burst"))
+    stages: str = _opt(
+        "", "level over time: step, ramp, spike, soak, or a list as 30s:2,1m:2-8 of requests a second or users", group="load", metavar="STAGES"
+    )
+    max_in_flight: int = _opt(2000, "most requests of an open loop in flight; arrivals above it wait, and that is reported", group="load")
+    content: str = _opt("", "text file that prompts are cut from, or JSONL of prompts of your own", group="load", metavar="FILE")
+    trace: str = _opt("", "recorded arrivals and lengths that the profile trace replays", group="load", metavar="FILE")
+    load_option: tuple[str, ...] = _opt(
+        (), "any other option of the load or of its profile, as name=value; repeatable", group="load", metavar="NAME=VALUE"
+    )
     reset_cache: bool = _opt(False, "allow the engine's own call that empties its prefix cache before a window", group="load")
     # observation
     sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")
@@ -113,6 +124,19 @@ class Settings:
         """Return ``{option: {"value", "source"}}`` of every option, as run.json keeps it. No key is ever a setting."""
         names = (f.name for f in option_fields())
         return {name: {"value": getattr(self, name), "source": self.sources.get(name, "default")} for name in names}
+
+    def load_options(self, profile: str) -> dict[str, Any]:
+        """Return what a load of ``profile`` is given beside users, length and seed, by the names of its own options. Raises UsageError."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in ("rate", "stages", "content") if getattr(self, name)}
+        found |= {name: getattr(self, name) for name in ("arrivals", "max_in_flight") if name in self.sources}
+        if self.trace and profile == "trace":
+            found["trace"] = self.trace
+        for text in self.load_option:
+            name, equals, value = text.partition("=")
+            if not equals or not name.replace("_", "").replace("-", "").isalnum():
+                raise UsageError(f"--kv-load-option: {text[:80]!r} is not NAME=VALUE", hint="as in --kv-load-option=median=256")
+            found[name.replace("-", "_")] = value
+        return found
 
     def replace(self, **changes: Any) -> Settings:
         """Return a copy with other values; their source becomes ``call``. Raises UsageError."""
@@ -187,7 +211,21 @@ def resolve(command_line: Mapping[str, Any], ini: Mapping[str, Any], environ: Ma
 
 
 def _check(settings: Settings) -> None:
-    for name in ("launch", "before", "after", "save", "baseline", "engine", "engine_from", "reports", "name", "prometheus"):
+    for name in (
+        "launch",
+        "before",
+        "after",
+        "save",
+        "baseline",
+        "engine",
+        "engine_from",
+        "reports",
+        "name",
+        "prometheus",
+        "stages",
+        "content",
+        "trace",
+    ):
         if name in settings.sources and not str(getattr(settings, name)).strip():
             raise UsageError(f"{flag(name)} was given and is empty", hint="leave it out, or give it a value")
     named = [flag(name) for name in ("endpoint", "launch") if getattr(settings, name)]
@@ -208,7 +246,7 @@ def _check(settings: Settings) -> None:
     for name in ("prometheus_selector", "prometheus_api_key_env"):
         if getattr(settings, name) and not settings.prometheus:
             raise UsageError(f"{flag(name)} belongs to --kv-prometheus", hint="name the server with --kv-prometheus URL")
-    for name in ("users", "duration_s", "output_tokens", "min_free"):
+    for name in ("users", "duration_s", "output_tokens", "min_free", "rate"):
         if getattr(settings, name) < 0:
             raise UsageError(f"{flag(name)} cannot be negative")
     if settings.users > MOST_USERS:
@@ -218,6 +256,9 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"{flag(name)} must be above zero")
     if settings.load_processes > MOST_LOAD_PROCESSES:
         raise UsageError(f"--kv-load-processes can be at most {MOST_LOAD_PROCESSES}", hint="one for each CPU core that is free for the load")
+    if settings.max_in_flight < 1:
+        raise UsageError("--kv-max-in-flight must be above zero")
+    settings.load_options("")
     if settings.sample_hz > MOST_SAMPLES_A_SECOND:
         raise UsageError(f"--kv-sample-hz can be at most {MOST_SAMPLES_A_SECOND:g}", hint="10 suits most servers; a read takes milliseconds")
     if not 0 <= settings.ttft_margin < float("inf"):

@@ -85,11 +85,15 @@ _WORKLOAD_MORE = ("rate", "arrivals", "burstiness", "burst_size", "max_in_flight
 
 @dataclass(frozen=True)
 class ProfileOption:
-    """An option that a profile adds: ``--kv-<name>`` of the type of its default, with help that names the unit."""
+    """An option that a profile adds: ``--kv-<name>`` of the type of its default, with help that names the unit.
+
+    ``file`` says that it names a file: the start line then holds the file's name and a hash of what is in it.
+    """
 
     name: str
     default: int | float | str
     help: str
+    file: bool = False
 
     @property
     def flag(self) -> str:

@@ -32,6 +32,7 @@ _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("duration_s", 0.0, "length of the load in seconds after its preparation; 0 leaves it to Locust's -t", False),
     ("seed", 1, "seed of lengths and prompts", True),
     ("nonce", "", "text that makes the prompts of this run differ from all others; default: a new one for each run", False),
+    ("content", "", "text file that prompts are cut from, or JSONL of prompts of your own; default: words drawn from the seed", False),
     ("lengths", "auto", f"how exact lengths are made: auto, {', '.join(SOURCES)}", True),
     ("rate", 0.0, "requests a second that start whatever earlier ones do (open loop); 0 leaves it to the users (closed loop)", True),
     ("arrivals", "poisson", f"how the requests of --kv-rate arrive: {', '.join(PROCESSES)}", True),
@@ -67,6 +68,7 @@ class Knobs:
     duration_s: float = 0.0
     seed: int = 1
     nonce: str = ""
+    content: str = ""
     lengths: str = "auto"
     rate: float = 0.0
     arrivals: str = "poisson"
@@ -105,10 +107,10 @@ def _kind(default: Any, where: str) -> Any:
     return parse
 
 
-def declare(parser: Any, options: Iterable[ProfileOption], defaults: Mapping[str, Any]) -> None:
+def declare(parser: Any, options: Iterable[ProfileOption], defaults: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
     """Add our options and the profile's to Locust's parser, and put its own defaults where a KV load needs them.
 
-    ``defaults`` holds users, duration_s and output_tokens of the profile. Locust's listeners get the loopback address unless
+    ``defaults`` holds the users of the profile, ``own`` its defaults of our options by name. Locust's listeners get the loopback address unless
     told otherwise, a run by hand ends by itself, and what is in flight at its end may finish.
     """
     group = parser.add_argument_group(
@@ -117,7 +119,7 @@ def declare(parser: Any, options: Iterable[ProfileOption], defaults: Mapping[str
         "--web-host and --master-bind-host say otherwise.",
     )
     for name, default, text, shown in (*_SERVER, *_LOAD):
-        _add(group, name, default, text, shown)
+        _add(group, name, type(default)((own or {}).get(name, default)), text, shown)
     # Locust answers --help before it has read the profile, and so without what the profile adds.
     group.add_argument("--kv-help", action="help", help="show all options, with those of the profile, and exit")
     extra = parser.add_argument_group("Options of this profile")

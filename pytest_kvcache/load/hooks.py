@@ -58,7 +58,8 @@ def _declare(parser: Any, **_: Any) -> None:
         # a run started by pytest-kvcache takes nothing from locust.conf or pyproject.toml
         parser._default_config_files = []
     options = [option for cls in classes for option in cls.options]
-    flags.declare(parser, options, {"users": sum(cls.users for cls in classes) or 1})
+    own = {name: value for cls in classes for name, value in cls.defaults.items()}
+    flags.declare(parser, options, {"users": sum(cls.users for cls in classes) or 1}, own)
 
 
 def _start(environment: Any, **_: Any) -> None:
@@ -69,7 +70,7 @@ def _start(environment: Any, **_: Any) -> None:
     files = environment.parsed_locustfiles or [environment.locustfile or classes[0].__module__]
     shape = Shape(
         profile=Path(str(files[0])).stem,
-        lanes=tuple(sorted({cls.lane for cls in classes})),
+        lanes=tuple(sorted({lane for cls in classes for lane in cls.lanes or (cls.lane,)})),
         needs_limit=any(cls.needs_limit for cls in classes),
         output_tokens=classes[0].default_output_tokens,
         shares=any(cls.shares for cls in classes),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import gevent
 
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.load import files
 from pytest_kvcache.load.arrivals import BURST, GAMMA, Stage, arrivals, parse_stages
 from pytest_kvcache.load.asking import choose_model
 from pytest_kvcache.load.client import Asker
@@ -76,6 +78,11 @@ def learn(session: LoadSession) -> None:
     session.source = PromptSource(session.prepared.vocabulary, session.nonce, chat=session.targets[0].api == "chat")
 
 
+def _shown_options(session: LoadSession) -> dict[str, Any]:
+    files = {option.name for cls in session.shape.classes for option in cls.options if option.file}
+    return {name: files.stamp(session.handed, str(value)) if name in files else value for name, value in session.knobs.profile_options.items()}
+
+
 def stages_of(session: LoadSession) -> tuple[Stage, ...]:
     """Return the stages of the load, in requests a second where a rate is given, else in users. Raises UsageError."""
     knobs = session.knobs
@@ -88,17 +95,16 @@ def make_loop(session: LoadSession) -> OpenLoop | None:
     from pytest_kvcache.load.openloop import OpenLoop
 
     knobs, classes = session.knobs, session.shape.classes
-    own = None if knobs.rate else next((times for cls in classes if (times := cls.schedule(session)) is not None), None)
+    own = None if knobs.rate else next((plan for cls in classes if (plan := cls.schedule(session)) is not None), None)
     if not knobs.rate and own is None:
         return None
-    if own is not None:
-        times = own
-    else:
+    plan = own
+    if plan is None:
         if knobs.arrivals == GAMMA and not knobs.burstiness > 0:
             raise UsageError("--kv-burstiness must be above 0", hint="1 is Poisson, 0.25 is uneven, 4 is even")
         stages = session.stages or (Stage(math.inf, knobs.rate, knobs.rate),)
-        times = arrivals(knobs.arrivals, stages, knobs.seed, burstiness=knobs.burstiness, burst_size=max(1, knobs.burst_size))
-    return OpenLoop(session, list(classes), times, max(1, knobs.max_in_flight))
+        plan = partial(arrivals, knobs.arrivals, stages, knobs.seed, burstiness=knobs.burstiness, burst_size=max(1, knobs.burst_size))
+    return OpenLoop(session, list(classes), plan, max(1, knobs.max_in_flight))
 
 
 def write_start(session: LoadSession) -> None:
@@ -124,6 +130,7 @@ def write_start(session: LoadSession) -> None:
         "expects_usage": prepared.expects_usage,
         "ramp_s": knobs.ramp_s,
         "rate": knobs.rate,
+        "scheduled": session.loop.scheduled(session.length_s()) if session.loop is not None else None,
         "arrivals": knobs.arrivals if knobs.rate else "own" if session.loop is not None else "",
         "burstiness": knobs.burstiness if knobs.rate and knobs.arrivals == GAMMA else None,
         "burst_size": knobs.burst_size if knobs.rate and knobs.arrivals == BURST else None,
@@ -133,7 +140,8 @@ def write_start(session: LoadSession) -> None:
         "backoff_s": knobs.backoff_s,
         "request_timeout_s": knobs.request_timeout_s,
         "stop_timeout_s": float(session.environment.stop_timeout or 0),
-        "profile_options": dict(knobs.profile_options),
+        "profile_options": _shown_options(session),
+        "content": files.stamp(session.handed, knobs.content),
         "shared_prompts": session.shape.shares,
     }
     rows.put(LoadStart(session.now_s(), session.shape.profile, session.worker, knobs.seed, options, versions(), argv()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +21,43 @@ if TYPE_CHECKING:
     from pytest_kvcache.load.users import KvUser
 
 LOOK_S = 0.1
+COUNTED = 5_000_000
 
 
 class OpenLoop:
-    """Sends this worker's share of the arrivals: every n-th of ``times``, which are seconds from ``session.t0_s``.
+    """Sends this worker's share of the arrivals: every n-th time that ``plan()`` yields, in seconds from ``session.t0_s``.
 
     At most ``cap`` requests are in flight; an arrival that finds them all taken waits, keeps its intended time, and is counted in
     ``held``. Conversations go on after their first request as in the closed loop, by their own think time.
     """
 
-    def __init__(self, session: LoadSession, classes: list[type[KvUser]], times: Iterator[float], cap: int) -> None:
+    def __init__(self, session: LoadSession, classes: list[type[KvUser]], plan: Callable[[], Iterator[float]], cap: int) -> None:
         self.session = session
         self.cap = cap
         self.held = 0
         self.longest_wait_s = 0.0
         self.started = 0
         self.taken = False
-        self._times = times
+        self._plan = plan
         self._classes = classes
         self._users: list[Any] = []
         self._shares = _cumulative([float(cls.weight) for cls in classes])
         self._idle: list[list[Sender]] = [[] for _ in session.targets]
         self._group = Group()
         self._freed = Event()
+
+    def _share(self) -> Iterator[tuple[int, float]]:
+        """Yield number and time of this worker's arrivals."""
+        session = self.session
+        shared = islice(enumerate(self._plan()), session.worker_index, None, session.workers)
+        most = session.knobs.requests
+        return takewhile(lambda arrival: arrival[0] < most, shared) if most else shared
+
+    def scheduled(self, length_s: float) -> int:
+        """Return how many arrivals this worker has in a load of that length; at most COUNTED are counted."""
+        most = self.session.knobs.requests or COUNTED
+        within = takewhile(lambda arrival: not length_s or arrival[1] < length_s, islice(self._share(), min(most, COUNTED)))
+        return sum(1 for _ in within)
 
     def run(self, leaving: Callable[[], bool]) -> None:
         """Start every request at its time until ``leaving``; then wait for those in flight. Killed, it lets each write its row."""
@@ -65,10 +79,7 @@ class OpenLoop:
 
     def _dispatch(self, leaving: Callable[[], bool]) -> None:
         session = self.session
-        most, first = session.knobs.requests, session.worker_index
-        for number, at_s in islice(enumerate(self._times), first, None, session.workers):
-            if most and number >= most:
-                return
+        for number, at_s in self._share():
             intended_s = session.begun_at() + at_s
             while (wait_s := intended_s - monotonic()) > 0 and not leaving():
                 gevent.sleep(min(wait_s, LOOK_S))

@@ -21,7 +21,8 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One request. ``prompt`` is its whole length in tokens, with ``before`` and with all that the server adds.
+    """One request. ``prompt`` is its whole length in tokens, with ``before`` and with all that the server adds; 0 means that
+    ``before`` is all of it.
 
     ``lane`` names it in reports where one user class has several lanes; ``think_s`` is the pause after its answer, in place of
     ``--kv-think-s``.

@@ -125,7 +125,8 @@ class PromptSource:
     def make(self, tokens: int, *parts: object, before: Sequence[Part] = ()) -> Prompt:
         """Return a prompt that the server counts as ``tokens``; never fewer than one token more than it adds itself.
 
-        ``before`` are pieces that others share, in order; what is left of ``tokens`` after them is this prompt's own.
+        ``before`` are pieces that others share, in order; what is left of ``tokens`` after them is this prompt's own. With
+        ``tokens`` 0 there is nothing of its own: the last piece is the last message.
         """
         vocabulary = self.vocabulary
         if before:
@@ -137,12 +138,19 @@ class PromptSource:
             return Prompt(b'[{"role":"user","content":' + self._value(indexes) + b"}]", planned, vocabulary.source, ((USER, indexes),), self._words)
         return Prompt(self._value(indexes), planned, vocabulary.source, (("", indexes),), self._words)
 
+    def whole(self, before: Sequence[Part]) -> int:
+        """Return how many tokens the server will count for a prompt of these pieces alone."""
+        rate = self.vocabulary.tokens_per_word
+        words = sum(max(1, round(part.tokens / rate)) for part in before)
+        return self.vocabulary.overhead + (self._added(before) if self.chat else 0) + round(words * rate)
+
     def _composed(self, tokens: int, parts: tuple[object, ...], before: Sequence[Part]) -> Prompt:
         vocabulary, rate = self.vocabulary, self.vocabulary.tokens_per_word
         pieces = [(part.role, self._indexes(max(1, round(part.tokens / rate)), ("part", part.key))) for part in before]
         added = vocabulary.overhead + (self._added(before) if self.chat else 0)
-        own = max(1, round((tokens - added) / rate) - sum(len(indexes) for _, indexes in pieces))
-        pieces.append((USER, self._indexes(own, parts)))
+        if tokens:
+            own = max(1, round((tokens - added) / rate) - sum(len(indexes) for _, indexes in pieces))
+            pieces.append((USER, self._indexes(own, parts)))
         messages: list[tuple[str, bytes]] = []
         if self.chat:
             carried = b""

@@ -186,7 +186,7 @@ def run_load(
     path = profile_path(profile)
     options = {"nonce": secrets.token_hex(8), **(options or {})}
     rows, log = folder.resolve() / ROWS, folder.resolve() / LOG
-    handed = Handed([from_endpoint(endpoint) for endpoint in endpoints], os.getpid())
+    handed = Handed([from_endpoint(endpoint) for endpoint in endpoints], os.getpid(), str(Path.cwd()))
     words = command(
         path,
         rows,

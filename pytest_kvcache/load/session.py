@@ -113,6 +113,7 @@ class LoadSession:
             self.stages = stages_of(self)
             learn(self)
             self.loop = make_loop(self)
+            write_start(self)
         except KvError as error:
             self.fail(error)
             return
@@ -120,7 +121,6 @@ class LoadSession:
             self.fail(Broken(f"the preparation broke: {type(error).__name__}: {error}", hint="please report this with the traceback in the log"))
             traceback.print_exc()
             return
-        write_start(self)
         if self.link is None:
             self._begin()
 

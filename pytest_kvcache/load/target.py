@@ -77,10 +77,11 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Handed(msgspec.Struct, frozen=True):
-    """What pytest's side hands to the load process: the servers, and its own pid, so that the load ends when it does."""
+    """What pytest's side hands to the load process: the servers, its own pid, so that the load ends when it does, and its folder."""
 
     targets: list[Target]
     parent: int = 0
+    folder: str = ""
 
 
 def from_endpoint(endpoint: Endpoint) -> Target:

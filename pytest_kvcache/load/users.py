@@ -15,7 +15,7 @@ Importing this module imports locust, which patches sockets and sleep of the who
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from typing import Any, ClassVar
 
@@ -24,9 +24,9 @@ from locust import FastHttpUser, task
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_STOPPING
 
-from pytest_kvcache.load import contract
+from pytest_kvcache.load import contract, files
 from pytest_kvcache.load.contract import ProfileOption
-from pytest_kvcache.load.draws import Draw
+from pytest_kvcache.load.draws import Draw, Histogram
 from pytest_kvcache.load.exchange import Sender
 from pytest_kvcache.load.hooks import state
 from pytest_kvcache.load.plans import Part, Plan
@@ -43,19 +43,22 @@ class KvUser(FastHttpUser):
     With ``--kv-rate``, and where ``schedule`` gives times, the loop is open: requests start at those times, and the number of
     users means nothing.
 
-    A subclass sets ``lane`` (its name in every report) and ``plan``; ``users`` and ``default_output_tokens`` are what it takes
+    A subclass sets ``lane`` (its name in every report; ``lanes`` where its plans name several) and ``plan``; ``users`` and ``default_output_tokens`` are what it takes
     when nothing else is asked for, ``needs_limit`` says that it cannot work without the server's longest context, ``options``
-    adds options to the command line, and ``shares`` says that prompts repeat one another on purpose.
+    adds options to the command line, ``defaults`` gives options of the load another default, and ``shares`` says that prompts
+    repeat one another on purpose.
     """
 
     abstract = True
     insecure = False
     lane: ClassVar[str] = ""
+    lanes: ClassVar[tuple[str, ...]] = ()
     users: ClassVar[int] = 8
     default_output_tokens: ClassVar[int] = 64
     needs_limit: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     options: ClassVar[tuple[ProfileOption, ...]] = ()
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,8 +83,8 @@ class KvUser(FastHttpUser):
         yield self.plan(draw, limit)
 
     @classmethod
-    def schedule(cls, session: LoadSession) -> Iterator[float] | None:
-        """Return when requests start, in seconds from the begin of the load, where the profile itself says so (a trace)."""
+    def schedule(cls, session: LoadSession) -> Callable[[], Iterator[float]] | None:
+        """Return what yields when requests start, in seconds from the begin of the load, where the profile itself says so (a trace)."""
         return None
 
     @property
@@ -89,10 +92,27 @@ class KvUser(FastHttpUser):
         """How many tokens a request asks for: ``--kv-output-tokens``, or the profile's own number."""
         return state.session.output_tokens if state.session is not None else self.default_output_tokens
 
+    @property
+    def think_s(self) -> float:
+        """``--kv-think-s``, or the profile's own default of it, in seconds."""
+        return state.session.knobs.think_s if state.session is not None else float(self.defaults.get("think_s", 0.0))
+
     def option(self, name: str) -> Any:
         """Return the value of one of ``options``."""
         assert state.session is not None
         return state.session.knobs.profile_options[name]
+
+    def histogram(self, name: str) -> Histogram | None:
+        """Return the histogram that one of ``options`` lists or names a file of; None where it is empty. Raises UsageError."""
+        assert state.session is not None
+        text = str(self.option(name))
+        return files.histogram(state.session.handed, text) if text else None
+
+    def whole(self, parts: tuple[Part, ...]) -> int:
+        """Return how many tokens the server counts for a prompt of these parts, with all that it adds."""
+        assert state.session is not None
+        assert state.session.source is not None
+        return state.session.source.whole(parts)
 
     def on_start(self) -> None:
         """Choose the server that this user keeps to, and wait for this user's part of the ramp."""
