@@ -79,8 +79,8 @@ def learn(session: LoadSession) -> None:
 
 
 def _shown_options(session: LoadSession) -> dict[str, Any]:
-    files = {option.name for cls in session.shape.classes for option in cls.options if option.file}
-    return {name: files.stamp(session.handed, str(value)) if name in files else value for name, value in session.knobs.profile_options.items()}
+    named = {option.name for cls in session.shape.classes for option in cls.options if option.file}
+    return {name: files.stamp(session.handed, str(value)) if name in named else value for name, value in session.knobs.profile_options.items()}
 
 
 def stages_of(session: LoadSession) -> tuple[Stage, ...]:

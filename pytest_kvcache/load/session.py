@@ -258,7 +258,11 @@ class LoadSession:
             self.rows.put(LoadNote(self.now_s(), subject, clean_text(text, 2000), dict(values or {})))
 
     def task_failed(self, error: BaseException) -> None:
-        """Note an exception in a task; where they do not end, stop."""
+        """Note an exception in a task; where they do not end, or where it is the user's own mistake, stop."""
+        if isinstance(error, KvError):
+            if not self.failed:
+                self.fail(error)
+            return
         self._errors += 1
         places = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""

@@ -38,27 +38,44 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 
 def press(endpoint: Endpoint, folder: Path, profile: str, *, users: int = 2, requests: int = 6, **options: object) -> list[RequestRow]:
-    result = run_load([endpoint], profile, folder, users=users, output_tokens=16, options={"requests": requests, **options})
+    result = run_load(
+        [endpoint], profile, folder, users=users, output_tokens=16, options={"requests": requests, **OPTIONS.get(profile, {}), **options}
+    )
     assert result.complete
     return list(read_rows(result.rows_path))
 
 
-def assert_exact(rows: list[RequestRow], source: str) -> None:
+def assert_exact(rows: list[RequestRow], source: str, *, shared: bool = False) -> None:
     assert {row.outcome for row in rows} == {contract.OK}, Counter((row.outcome, row.error) for row in rows)
     for row in rows:
         assert row.prompt_tokens == row.prompt_tokens_planned
         assert row.completion_tokens == row.output_tokens_planned == 16
         assert row.length_source == source
-        assert (row.cached_tokens or 0) < 16
+        if not shared:
+            assert (row.cached_tokens or 0) < 16
 
 
-LANES = [("normal", "chat"), ("longctx", "completions"), ("nearmax", "completions"), ("nearmax", "chat")]
+LANES = [
+    ("normal", "chat"), ("longctx", "completions"), ("nearmax", "completions"), ("nearmax", "chat"), ("mixed", "completions"), ("prefillburst", "chat"),
+    ("sharedprefix", "completions"), ("sharedprefix", "chat"), ("multiturn", "completions"), ("multiturn", "chat"),
+]  # fmt: skip
+OPTIONS: dict[str, dict[str, object]] = {
+    "sharedprefix": {"requests": 12, "prefix_tokens": 512, "prompts": 2},
+    "multiturn": {"requests": 12, "think_s": 0.05, "turns": 4},
+    "prefillburst": {"requests": 6, "rate": 20, "burst_size": 3},
+    "mixed": {"long_share": 0.5},
+}
+SHARED = {"sharedprefix", "multiturn"}
 
 
 @pytest.mark.parametrize(("profile", "api"), LANES)
 def test_lengths_are_exact_on_llamacpp(profile: str, api: str, llamacpp: Endpoint, tmp_path: Path) -> None:
     rows = press(dataclasses.replace(llamacpp, api=api), tmp_path, profile)
-    assert_exact(rows, "ids" if api == "completions" else "tokenize")
+    assert_exact(rows, "ids" if api == "completions" else "tokenize", shared=profile in SHARED)
+    if profile == "mixed":
+        assert {row.lane for row in rows} == {"normal", "longctx"}
+    if profile == "multiturn":
+        assert len({row.prompt_tokens for row in rows}) > 4
     if profile == "nearmax":
         assert {row.prompt_tokens for row in rows} == {CONTEXT - 16 - 8}
 
@@ -73,7 +90,11 @@ def test_a_prompt_over_the_limit_is_refused_by_llamacpp_under_its_name(llamacpp:
 def test_lengths_are_exact_on_vllm(profile: str, api: str, vllm: Endpoint, tmp_path: Path) -> None:
     options = {"margin": 0} if profile == "nearmax" else {}
     rows = press(dataclasses.replace(vllm, api=api), tmp_path, profile, **options)
-    assert_exact(rows, "ids" if api == "completions" else "tokenize")
+    assert_exact(rows, "ids" if api == "completions" else "tokenize", shared=profile in SHARED)
+    if profile == "mixed":
+        assert {row.lane for row in rows} == {"normal", "longctx"}
+    if profile == "multiturn":
+        assert len({row.prompt_tokens for row in rows}) > 4
     if profile == "nearmax":
         assert {row.prompt_tokens for row in rows} == {CONTEXT - 16}
 
