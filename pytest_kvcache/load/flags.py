@@ -24,6 +24,8 @@ _SERVER: tuple[tuple[str, Any, str, bool], ...] = (
     ("api_key_env", "", "environment variable that holds the API key", False),
     ("ca", "", "CA bundle that TLS certificates are verified with", False),
     ("proxy", "", "HTTP proxy; proxies of the environment are not used", False),
+    ("metrics_url", [], "where the KV page and line read telemetry, if not at /metrics of the one server; repeatable", False),
+    ("metrics_api_key_env", "", "environment variable that holds a key for /metrics; the API key is never sent there", False),
 )
 _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("output_tokens", 0, "tokens asked for in each request; 0 takes the profile's own", True),
@@ -62,6 +64,8 @@ class Knobs:
     api_key_env: str = ""
     ca: str = ""
     proxy: str = ""
+    metrics_url: tuple[str, ...] = ()
+    metrics_api_key_env: str = ""
     output_tokens: int = 0
     max_model_len: int = 0
     requests: int = 0
@@ -87,6 +91,10 @@ class Knobs:
     def of_server(self) -> dict[str, Any]:
         """Return the settings of the server by their names in ``Settings``."""
         return {name: getattr(self, name) for name in ("model", "api", "header", "extra_body", "api_key_env", "ca", "proxy")}
+
+    def of_telemetry(self) -> dict[str, Any]:
+        """Return the settings of where telemetry is read, by their names in ``Settings``."""
+        return {name: getattr(self, name) for name in ("metrics_url", "metrics_api_key_env")}
 
 
 def flag(name: str) -> str:

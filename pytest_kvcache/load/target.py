@@ -109,13 +109,18 @@ def named_by_hand(addresses: list[str], given: Mapping[str, Any]) -> list[Target
 
     An address without a scheme gets ``http://``. Raises UsageError.
     """
+    return [from_endpoint(endpoint) for endpoint in endpoints_by_hand(addresses, given)]
+
+
+def endpoints_by_hand(addresses: list[str], given: Mapping[str, Any]) -> list[Endpoint]:
+    """Return the endpoints of addresses typed by hand, like ``named_by_hand``. Raises UsageError."""
     from pytest_kvcache.server.address import parse_endpoint
     from pytest_kvcache.settings import resolve
 
     if not addresses:
         raise UsageError("no server is named", hint="name it: locust -f ... -H http://127.0.0.1:8000")
     settings = resolve({name: value for name, value in given.items() if value}, {}, {})
-    return [from_endpoint(parse_endpoint(text if "://" in text else f"http://{text}", settings)) for text in addresses]
+    return [parse_endpoint(text if "://" in text else f"http://{text}", settings) for text in addresses]
 
 
 def handed_over(text: str) -> Handed:
