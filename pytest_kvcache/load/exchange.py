@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import gevent
 from gevent import GreenletExit
 from geventhttpclient.response import HTTPConnectionClosed
-from locust.exception import CatchResponseError
 
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.client import FAILURES, connect, headers_of, pump, read_body
+from pytest_kvcache.load.numbers import tell
 from pytest_kvcache.load.plans import Plan
 from pytest_kvcache.load.rejections import classify
 from pytest_kvcache.load.session import LoadSession
@@ -115,7 +115,8 @@ class Sender:
         if leaving is not None:
             raise leaving
         failed = contract.is_rejection(outcome)
-        self._tell_locust(lane, f"{outcome} (HTTP {status})" if status else outcome, failed, sent_s, end_s, stream)
+        failure = (f"{outcome} (HTTP {status})" if status else outcome) if failed else ""
+        tell(session.environment, lane, f"{target.path} {lane}", failure, sent_s, end_s, stream)
         return Ended(outcome, end_s, failed)
 
     def close(self) -> None:
@@ -171,19 +172,3 @@ class Sender:
         if stream.error is not None or (stream.finish_reason and stream.completion_tokens is not None):
             return stream.outcome(planned, expects_usage=True)
         return classify(status, exception=exception, in_stream=status != 0)
-
-    def _tell_locust(self, lane: str, shown: str, failed: bool, sent_s: float, end_s: float, stream: Stream) -> None:
-        """Give Locust's page its rows: the request by its whole time, and the time to its first token."""
-        environment = self.session.environment
-        environment.events.request.fire(
-            request_type="POST",
-            name=f"{self._target.path} {lane}",
-            response_time=(end_s - sent_s) * 1e3,
-            response_length=stream.size,
-            exception=CatchResponseError(shown) if failed else None,
-            context={},
-            response=None,
-        )
-        if stream.first_token_s is not None:
-            # its own row only: in the sum of all rows a request would count twice
-            environment.stats.get(f"first token {lane}", "TTFT").log((stream.first_token_s - sent_s) * 1e3, 0)

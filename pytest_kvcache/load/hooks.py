@@ -19,10 +19,12 @@ from pytest_kvcache.load.arrivals import level_at, parse_stages
 from pytest_kvcache.load.link import Link
 from pytest_kvcache.load.listening import listen
 from pytest_kvcache.load.master import MasterSession
+from pytest_kvcache.load.numbers import be_exact
 from pytest_kvcache.load.session import LoadSession, Shape
 from pytest_kvcache.load.target import Handed, handed_over
 
 if TYPE_CHECKING:
+    from pytest_kvcache.load.panel import Panel
     from pytest_kvcache.load.users import KvUser
 
 
@@ -37,6 +39,7 @@ class State:
         self.session: LoadSession | None = None
         self.master: MasterSession | None = None
         self.link: Link | None = None
+        self.panel: Panel | None = None
 
 
 state = State()
@@ -67,6 +70,8 @@ def _start(environment: Any, **_: Any) -> None:
     if not classes:
         return
     knobs = flags.knobs(environment.parsed_options, [option for cls in classes for option in cls.options])
+    if state.panel is not None:
+        state.panel.follow(knobs)
     files = environment.parsed_locustfiles or [environment.locustfile or classes[0].__module__]
     shape = Shape(
         profile=Path(str(files[0])).stem,
@@ -84,8 +89,13 @@ def _start(environment: Any, **_: Any) -> None:
     state.session.start()
 
 
-def _met(environment: Any, runner: Any, **_: Any) -> None:
-    """Lay the line between a master and its workers, before any test starts."""
+def _met(environment: Any, runner: Any, web_ui: Any = None, **_: Any) -> None:
+    """Lay the line between a master and its workers, and show the KV cache of a load by hand, before any test starts."""
+    be_exact()
+    if contract.ENVIRONMENT not in os.environ and not isinstance(runner, WorkerRunner):
+        from pytest_kvcache.load.panel import Panel
+
+        state.panel = Panel(environment, web_ui)
     if isinstance(runner, WorkerRunner):
         state.link = Link(runner)
     elif isinstance(runner, MasterRunner):

@@ -48,7 +48,9 @@ class Replica:
         self.unit = counted
         sizes = ("usable_blocks", "pool_blocks") if counted == "blocks" else ("pool_tokens",)
         self.pool = next((size for name in sizes if (size := _number(told.get(name))) is not None), self.pool)
-        point = Point(wall_s, _number(told.get("usage")), _number(told.get(f"free_{counted}")), *(_number(told.get(n)) for n in ("running", "waiting")))
+        point = Point(
+            wall_s, _number(told.get("usage")), _number(told.get(f"free_{counted}")), *(_number(told.get(n)) for n in ("running", "waiting"))
+        )
         self.points.append(point)
         nothing = point.usage is None and point.free is None and point.running is None
         self.trouble = "its telemetry tells nothing about the KV cache" if nothing else ""

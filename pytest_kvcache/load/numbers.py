@@ -9,15 +9,18 @@ from locust.exception import CatchResponseError
 
 from pytest_kvcache.load.sse import Stream
 
+# Tokens that came in one read have no rate.
+SHORTEST_S = 0.005
 
-def exact_bucket(milliseconds: float) -> int:
-    """Return the bucket of a time in Locust's histograms: whole milliseconds up to 10 s, and then four digits.
+
+def exact_bucket(response_time: float) -> int:
+    """Return the bucket of a time in milliseconds in Locust's histograms: whole milliseconds up to 10 s, and then four digits.
 
     Locust of itself keeps two digits, so that 147 ms become 150 and a percentile is off by up to 5 %.
     """
-    if milliseconds < 10_000:
-        return round(milliseconds)
-    return int(round(milliseconds, -1)) if milliseconds < 100_000 else int(round(milliseconds, -2))
+    if response_time < 10_000:
+        return round(response_time)
+    return int(round(response_time, -1)) if response_time < 100_000 else int(round(response_time, -2))
 
 
 def be_exact() -> None:
@@ -44,5 +47,5 @@ def tell(environment: Any, lane: str, name: str, failure: str, sent_s: float, en
         return
     environment.stats.get(f"first token {lane}", "TTFT").log((stream.first_token_s - sent_s) * 1e3, 0)
     streamed_s = end_s - stream.first_token_s
-    if not failure and stream.completion_tokens is not None and stream.completion_tokens > 1 and streamed_s > 0:
+    if not failure and stream.completion_tokens is not None and stream.completion_tokens > 1 and streamed_s > SHORTEST_S:
         environment.stats.get(f"tokens/s of a stream {lane}", "RATE").log((stream.completion_tokens - 1) / streamed_s, 0)

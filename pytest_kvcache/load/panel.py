@@ -7,6 +7,7 @@ pytest-kvcache started has a sampler outside, and no panel.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import sys
 import time
@@ -27,6 +28,7 @@ from pytest_kvcache.server.address import Endpoint
 LOOK_S = 1.0
 AGAIN_S = 5.0
 LINE_S = 5.0
+FIRST_LINE_S = 2.5
 TIMEOUT_S = 3.0
 MOST_LINES = 8
 _PAGE = Path(__file__).with_name("page.html")
@@ -40,6 +42,7 @@ class Panel:
         self.replicas: list[Replica] = []
         self._greenlets: list[Any] = []
         options = environment.parsed_options
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look would bury Locust's own
         if web_ui is not None:
             self._serve(web_ui, str(getattr(options, "web_base_path", "") or ""))
         elif not getattr(options, "only_summary", False):
@@ -102,9 +105,10 @@ class Panel:
         sys.stderr.write(f"pytest-kvcache: the KV cache while a load runs: {base}/kv of Locust's web page\n")
 
     def _print(self) -> None:
+        gevent.sleep(FIRST_LINE_S)
         while True:
-            gevent.sleep(LINE_S)
             write_lines(self.replicas)
+            gevent.sleep(LINE_S)
 
 
 def write_lines(replicas: Sequence[Replica]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from scripted_server import ScriptedServer
 
 from pytest_kvcache.load import contract
@@ -131,10 +134,49 @@ def _ask(url: str, **form: Any) -> Any:
         return answer.read().decode()
 
 
+def _check_the_kv_page(page: str, server: str) -> None:
+    with urllib.request.urlopen(page + "/kv", timeout=10) as answer:
+        policy, text = answer.headers["Content-Security-Policy"], answer.read().decode()
+    assert "default-src 'none'" in policy
+    assert text.count(policy.partition("script-src 'nonce-")[2].partition("'")[0]) == 2
+    assert "{nonce}" not in text
+    assert not re.search(r"(src|href)=|innerHTML|@import|url\(", text)
+
+    def replica() -> Any:
+        return json.loads(_ask(page + "/kv/data"))["replicas"][0]
+
+    wait_for(lambda: len(replica()["usage"]) > 2)
+    told = replica()
+    assert (told["name"], told["engine"], told["unit"], told["trouble"]) == (server, "vLLM", "blocks", "")
+    assert all(len(told[name]) == len(told["ago_s"]) for name in ("usage", "free", "running", "waiting"))
+    assert all(free + round(usage * told["pool"]) == told["pool"] for free, usage in zip(told["free"], told["usage"], strict=True))
+    foreign = urllib.request.Request(page + "/kv/data", headers={"Origin": "http://elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(foreign, timeout=10)
+
+
+def test_the_console_says_how_full_the_cache_is_while_a_load_runs(tmp_path: Path) -> None:
+    with ScriptedServer(metrics="vllm", itl_s=0.02) as server:
+        done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "4", "--kv-output-tokens", "16")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if " KV " in line]
+    assert re.fullmatch(
+        r"pytest-kvcache: [\d:]{8} KV " + server.url + r": usage [\d.]+ %, [\d,]+ of 1,024 blocks free, \d running, \d waiting", line
+    ), line
+    assert "HTTP Request" not in done.stderr
+
+
+def test_a_server_without_telemetry_is_told_and_does_not_stop_the_load(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "4", "--kv-output-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert f"KV {server.url}: cannot judge" in done.stderr
+
+
 def test_the_web_page_listens_on_loopback_starts_loads_and_shows_first_tokens(tmp_path: Path) -> None:
     port = _free_port()
     page = f"http://127.0.0.1:{port}"
-    with ScriptedServer() as server:
+    with ScriptedServer(metrics="vllm", itl_s=0.01) as server:
         command = words("normal", "-H", server.url, "--web-port", str(port))
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen(command, cwd=tmp_path, env=clean(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -154,9 +196,10 @@ def test_the_web_page_listens_on_loopback_starts_loads_and_shows_first_tokens(tm
                 if number == 1:
                     _ask(page + "/stop", nothing=1)
                     wait_for(lambda: "stopped" in json.loads(_ask(page + "/stats/requests"))["state"])
+            _check_the_kv_page(page, server.url)
             rows = json.loads(_ask(page + "/stats/requests"))["stats"]
-            assert [row["name"] for row in rows] == ["/v1/completions normal", "first token normal", "Aggregated"]
-            assert rows[2]["num_requests"] <= rows[0]["num_requests"] + 1
+            assert [row["name"] for row in rows] == ["/v1/completions normal", "first token normal", "tokens/s of a stream normal", "Aggregated"]
+            assert rows[3]["num_requests"] <= rows[0]["num_requests"] + 1
             assert rows[0]["num_failures"] == 0
         finally:
             process.terminate()
