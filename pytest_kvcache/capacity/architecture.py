@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_kvcache.capacity import families
 from pytest_kvcache.capacity.fields import Fields, read_json
+from pytest_kvcache.capacity.gguf_models import read_gguf
 from pytest_kvcache.capacity.kinds import layer_count, layer_kinds
 from pytest_kvcache.capacity.layers import Architecture, Kind, Layer
 from pytest_kvcache.capacity.states import state_of
@@ -39,12 +40,25 @@ def read_architecture(source: Path | str | Mapping[str, Any], *, assume: Mapping
         return _from_folder(path, assume or {})
     if not path.is_file():
         raise UsageError(f"no configuration at {path}", where=str(source), hint="a config.json, a model folder that holds one, or a .gguf file")
+    if path.suffix.lower() == ".gguf" or _begins(path) == b"GGUF":
+        return read_gguf(path, assume or {})
     return _from_config(read_json(path), str(path), assume or {})
+
+
+def _begins(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError as error:
+        raise UsageError(f"cannot read {path.name}: {error.strerror or error}", where=str(path)) from error
 
 
 def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
     path = folder / "config.json"
     if not path.is_file():
+        packed = sorted(folder.glob("*.gguf"))
+        if len(packed) == 1:
+            return read_gguf(packed[0], assume)
         raise UsageError(f"{folder} holds no config.json", where=str(folder), hint="a folder with a config.json, or a .gguf file")
     made = _from_config(read_json(path), str(folder), assume)
     quantised = folder / "hf_quant_config.json"
@@ -81,6 +95,7 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
         assumptions=tuple(dict.fromkeys(fields.assumptions)),
         notes=tuple(notes),
         refused_by_vllm=_refused(architectures or [], fields, layers),
+        context_stated=fields.has(*CONTEXT, "model_max_length"),
         mtp_layers=_draft_layers(fields, layers),
     )
 

@@ -50,8 +50,10 @@ FIRST_OF_FOUR_FULL = frozenset({"cwm", "granite_swa", "granitemoe_swa"})
 FLAGGED = _names("qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text dots1 smollm3 doge")
 # A window in the file means that every layer slides.
 ALL_SLIDE = _names(
-    "mistral mixtral phi3 phimoe starcoder2 ministral ministral3 phi4_multimodal minimax minimax_m2 qwen3_omni_moe_text nemotron_h laguna step3p5 apertus llama granite granitemoe zamba2 mistral4 olmo2 mellum"
+    "mistral mixtral phi3 phimoe starcoder2 ministral ministral3 phi4_multimodal minimax minimax_m2 qwen3_omni_moe_text nemotron_h step3p5 apertus llama granite granitemoe zamba2 mistral4 olmo2"
 )
+# A window in the file means nothing without a list of layers.
+FULL_WITHOUT_LIST = _names("laguna mellum")
 LATENT = _names("""deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash kimi_linear axk1 youtu mistral4 bailing_hybrid bailing_moe_v3 sarvam_mla
     dots3_note""")
 # Their code keeps K and V of every head, though a latent could be kept.

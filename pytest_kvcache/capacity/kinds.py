@@ -93,6 +93,8 @@ def _windowed(fields: Fields, count: int) -> list[str]:
         return ["full" if (index + 1) % stated == 0 else "sliding" for index in range(count)]
     if family in families.FIRST_OF_FOUR_FULL:
         return ["full" if index % 4 == 0 else "sliding" for index in range(count)]
+    if family in families.FULL_WITHOUT_LIST:
+        return full
     if family in families.ALL_SLIDE or families.is_known(family):
         return ["sliding"] * count
     raise fields.missing("layer_types", why=f"it has a window of {window} tokens and does not say which layers slide")

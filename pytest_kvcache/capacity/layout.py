@@ -85,7 +85,8 @@ class Layout:
     ``bytes_per_block`` are the bytes of one block on the worker that needs most (a *token* of SGLang, a *cell* of llama.cpp: ``unit``); ``block_size``
     is the full-attention group's (the smallest group's without one), as the engine shows it; ``null_blocks`` are blocks that no request can hold.
     ``in_flight_tokens`` is what window groups are charged for on top of their window. ``refusal`` says why the engine would not start, whatever the
-    memory ("" it would). ``assumptions`` and ``notes`` are sentences for the reader.
+    memory ("" it would). ``assumptions`` and ``notes`` are sentences for the reader. ``fixed_bytes`` are recurrent states that lie outside the blocks
+    (SGLang: of one request; llama.cpp: of all slots). ``slots`` and ``unified`` are llama.cpp's.
     """
 
     engine: Engine
@@ -101,6 +102,8 @@ class Layout:
     refusal: str = ""
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    slots: int = 0
+    unified: bool = False
 
     def at_length(self, max_model_len: int) -> Layout:
         """Return the same layout for another longest length."""

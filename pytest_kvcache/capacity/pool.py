@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pytest_kvcache.capacity.layers import Architecture
 from pytest_kvcache.capacity.layout import EngineShape, Group, Layout, Pool, ceil_div
+from pytest_kvcache.capacity.llamacpp_cells import lay_out_llamacpp, llamacpp_blocks, size_llamacpp
+from pytest_kvcache.capacity.sglang_pool import lay_out_paged, lay_out_sglang, sglang_blocks, size_paged, size_sglang
 from pytest_kvcache.capacity.vllm_blocks import lay_out_vllm
 
 __all__ = ["EngineShape", "Group", "Layout", "Pool", "blocks_for", "lay_out", "size_pool"]
@@ -11,7 +13,8 @@ __all__ = ["EngineShape", "Group", "Layout", "Pool", "blocks_for", "lay_out", "s
 
 def lay_out(architecture: Architecture, shape: EngineShape) -> Layout:
     """Return how the engine of ``shape`` lays out the model. Raises UsageError for settings that the model cannot have."""
-    return lay_out_vllm(architecture, shape)
+    makers = {"vllm": lay_out_vllm, "sglang": lay_out_sglang, "llamacpp": lay_out_llamacpp, "paged": lay_out_paged}
+    return makers[shape.engine](architecture, shape)
 
 
 def blocks_for(layout: Layout, tokens: int, *, live: bool = False) -> int:
@@ -21,7 +24,13 @@ def blocks_for(layout: Layout, tokens: int, *, live: bool = False) -> int:
     and one block); with ``live`` what a decoding request really holds once ``tokens`` tokens have their K and V (prompt + received - 1), which for
     window groups is less and saws (measured on vLLM 0.32).
     """
-    return sum(_group_blocks(layout, group, tokens, live) for group in layout.groups) if tokens > 0 else 0
+    if tokens <= 0:
+        return 0
+    if layout.engine == "llamacpp":
+        return llamacpp_blocks(layout, tokens)
+    if layout.engine in ("sglang", "paged"):
+        return sglang_blocks(layout, tokens)
+    return sum(_group_blocks(layout, group, tokens, live) for group in layout.groups)
 
 
 def _group_blocks(layout: Layout, group: Group, tokens: int, live: bool) -> int:
@@ -43,6 +52,9 @@ def _group_blocks(layout: Layout, group: Group, tokens: int, live: bool) -> int:
 
 def size_pool(layout: Layout, kv_bytes_per_worker: int) -> Pool:
     """Return what ``kv_bytes_per_worker`` becomes under a layout, and whether the engine would start with it."""
+    others = {"sglang": size_sglang, "llamacpp": size_llamacpp, "paged": size_paged}
+    if layout.engine in others:
+        return others[layout.engine](layout, kv_bytes_per_worker)
     override = layout.shape.num_gpu_blocks_override
     length = layout.max_model_len
     notes: list[str] = []
@@ -58,7 +70,7 @@ def size_pool(layout: Layout, kv_bytes_per_worker: int) -> Pool:
     if layout.shape.max_model_len == -1 and longest:
         length = longest
     need = blocks_for(layout, length)
-    if not reason and usable <= 0:
+    if not reason and (usable <= 0 if override is not None else kv_bytes_per_worker <= layout.bytes_per_block):
         reason = "No available memory for the cache blocks"
     elif not reason and need > usable:
         reason = (

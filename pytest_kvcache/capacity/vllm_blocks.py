@@ -23,7 +23,6 @@ from pytest_kvcache.capacity.growth import (
 )
 from pytest_kvcache.capacity.layers import Architecture, Kind, Layer, State
 from pytest_kvcache.capacity.layout import EngineShape, Group, Layout, ceil_div
-from pytest_kvcache.errors import UsageError
 
 CPU_BLOCK = 128
 CPU_LATENT_BLOCK = 16
@@ -31,6 +30,7 @@ CPU_KERNEL_BLOCK = 32
 GPU_BLOCK = 16
 GPU_LATENT_BLOCK = 64
 LATENT_HYBRID_BLOCK = 128
+UNSTATED_LENGTH = 2048  # what vLLM takes where no key of a configuration says
 GPU_BATCHED_TOKENS = 8192
 CPU_BATCHED_TOKENS = 2048
 
@@ -58,6 +58,8 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
     cache_type, model_type, assumed = resolve_dtypes(architecture, shape.kv_dtype, shape.dtype)
     assumptions, notes = list(assumed), list[str]()
     length = _max_model_len(architecture, shape)
+    if architecture.context is None and not (shape.max_model_len and shape.max_model_len > 0):
+        assumptions.append(f"the longest sequence is taken as {UNSTATED_LENGTH} tokens: the configuration does not say")
     block_size, block_note = _block_size(architecture, shape, length)
     notes += block_note
     layers = architecture.layers + (architecture.mtp_layers if shape.mtp else ())
@@ -90,11 +92,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
 def _max_model_len(architecture: Architecture, shape: EngineShape) -> int:
     if shape.max_model_len is not None and shape.max_model_len > 0:
         return shape.max_model_len
-    if architecture.context is None:
-        raise UsageError(
-            "neither --max-model-len nor the configuration says how long a sequence may be", where=architecture.name, hint="--max-model-len 4096"
-        )
-    return architecture.context
+    return architecture.context or UNSTATED_LENGTH
 
 
 def _batched_tokens(architecture: Architecture, shape: EngineShape, length: int) -> int:
@@ -197,8 +195,16 @@ def _groups(caches: list[_Cache], count: int, shape: EngineShape) -> tuple[Group
         caches[0].kind != "state" or len({c.page_bytes for c in caches}) == 1
     ):
         return (_group(caches, len(caches), parts),)
+    if not shape.hybrid:
+        raise NotImplementedError("Failed to promote local KV cache specs to one unified type: the hybrid manager is off and this model needs it")
+    try:
+        equal = _equal_pages(caches)
+    except NotImplementedError:
+        if not any(cache.kind == "sliding" for cache in caches) or any(cache.kind in ("chunked", "state", "cross") for cache in caches):
+            raise
+        return _groups(_all_full(caches), count, shape)
     buckets: dict[tuple[object, ...], list[_Cache]] = {}
-    for cache in _equal_pages(caches):
+    for cache in equal:
         buckets.setdefault((cache.kind, cache.window, cache.block_size, cache.shape), []).append(cache)
     fewest, most = min(map(len, buckets.values())), max(map(len, buckets.values()))
     size = most if most < 1.5 * fewest else fewest
@@ -258,6 +264,11 @@ def _refusal(architecture: Architecture, shape: EngineShape, caches: Sequence[_C
             return f"Not enough allowed NUMA nodes to bind threads of {shape.tp * shape.pp} local CPUWorkers"
         if shape.cpu_space and not shape.cpu_space.strip().isdigit():
             return f"VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, and is {shape.cpu_space[:20]!r}"
+    for heads in {layer.kv_heads for layer in architecture.layers if layer.kind not in ("mla", "state", "none", "shared")}:
+        if heads % shape.tp if heads >= shape.tp else shape.tp % heads:
+            return f"{heads} KV heads and a tensor parallelism of {shape.tp}: neither divides the other"
+    if architecture.context and architecture.context_stated and (shape.max_model_len or 0) > architecture.context:
+        return f"User-specified max_model_len ({shape.max_model_len}) is greater than the derived max_model_len ({architecture.context})"
     if shape.dcp > 1 and any(cache.kind in ("sliding", "chunked") for cache in caches):
         return "decode context parallelism does not support window layers"
     return ""
