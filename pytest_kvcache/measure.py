@@ -48,6 +48,8 @@ class Target:
     fresh: bool = False
     variant: str = ""
     provenance: Mapping[str, str] = field(default_factory=dict)
+    launch_id: str = ""
+    gpus: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,18 @@ class Planned:
 
 @dataclass(frozen=True)
 class Window:
-    """One measured window of a planned load, the ``number``-th from 0. ``nonce`` makes its prompts differ from all other windows'."""
+    """One measured window of a planned load, the ``number``-th from 0 of ``of``. ``nonce`` makes its prompts differ from all other windows'.
+
+    ``longest`` sizes prompts by a shorter context than the server's own, where both sides of a comparison are to be pressed alike.
+    """
 
     planned: Planned
     number: int
     seed: int
     nonce: str
     sample_hz: float
+    of: int = 1
+    longest: int | None = None
 
 
 def run_folder(session: Path, name: str) -> Path:
@@ -235,7 +242,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
     sampler = Sampler(target.endpoints, folder, window.sample_hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
     sampler.start()
     try:
-        pressed = _press(target, settings, folder, window, _max_model_len(before))
+        pressed = _press(target, settings, folder, window, _shorter(_max_model_len(before), window.longest))
         if pressed.raised is None:
             _drain(target, sampler)
     finally:
@@ -259,6 +266,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
         id=run_id,
         profile=planned.name,
         window=window.number,
+        planned_windows=window.of,
         started_wall_s=started_wall_s,
         load_started_wall_s=pressed.began_wall_s,
         load_ended_wall_s=pressed.ended_wall_s,
@@ -354,7 +362,8 @@ def _keep_run(target: Target, settings: Settings, folder: Path, before: Sequence
         start_memory=_start_memory(target),
         variant=target.variant,
         versions=version_facts(first.engine, first.version),
-        machine=machine_facts(),
+        machine={**machine_facts(), **({"gpus": [dict(card) for card in target.gpus]} if target.gpus else {})},
+        launch_id=target.launch_id,
         provenance=dict(target.provenance),
         **fields,
     )
@@ -373,6 +382,17 @@ def _max_model_len(snapshots: Sequence[SnapshotRecord]) -> int | None:
     values = [snapshot.value("max_model_len") for snapshot in snapshots]
     lengths = [int(value.number()) for value in values if isinstance(value, Reading)]
     return min(lengths) if lengths else None
+
+
+def _shorter(own: int | None, wanted: int | None) -> int | None:
+    """Return the context in tokens that prompts are sized by; never longer than what the server takes."""
+    known = [length for length in (own, wanted) if length is not None]
+    return min(known) if known else None
+
+
+def longest_context(target: Target, settings: Settings) -> int | None:
+    """Return the longest context in tokens that every server of a side takes; None where none tells."""
+    return _max_model_len(_snapshots(target, settings.scrape_timeout_s)[0])
 
 
 def _keep_log(target: Target, folder: Path) -> None:

@@ -331,6 +331,40 @@ class ConfigChange(msgspec.Struct, frozen=True, omit_defaults=True):
     after: str
 
 
+class CellRun(msgspec.Struct, frozen=True):
+    """One Run of a finished cell: the entry of the plan (-1: the quality items), its window, and its folder below ``runs/``."""
+
+    entry: int
+    window: int
+    folder: str
+
+
+class CellRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A cell of an experiment that is finished: one side, once, with everything that was to be measured in it."""
+
+    repeat: int
+    side: str
+    runs: list[CellRun] = []
+    began_wall_s: float = 0.0
+    ended_wall_s: float = 0.0
+
+
+class ExperimentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """experiment.json: what an experiment is (``design``: all that both halves of a broken one must agree on) and its finished cells.
+
+    ``id`` makes its prompts, ``longest`` is the context in tokens that both sides serve where one was chosen. ``resumed_wall_s`` holds when
+    it was taken up again, ``judged_repeats`` how many repeats it had at each verdict.
+    """
+
+    schema_version: int
+    id: str
+    design: dict[str, Any]
+    longest: int | None = None
+    finished: list[CellRecord] = []
+    resumed_wall_s: list[float] = []
+    judged_repeats: list[int] = []
+
+
 class VerdictRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """verdict.json: the session's verdict and every gate it rests on."""
 

@@ -1,48 +1,42 @@
 """One session: the servers it attaches to or launches, the Runs it measures, the gates judged on them, and its folder.
 
-A session folder is made when the first Run is measured. In a comparison of two launches the side before the change is measured
-whole (what ``plan`` names), stopped, and then the side after the change is launched and stays up for whatever else is asked.
+A session folder is made when the first Run is measured. A comparison of two launches is an experiment (experimenting.py): all that
+``plan`` names is measured on both sides, cell after cell, before anything is judged; the side after the change is started once more
+only where a test asks for what no plan named.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from pytest_kvcache.adopting import copy_runs, planned_of
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
 from pytest_kvcache.engines import Dialect, imported
 from pytest_kvcache.errors import CannotWrite, KvError, UsageError
+from pytest_kvcache.experimenting import Bench, Experiment
 from pytest_kvcache.judge.baseline import check_name, load_baseline
 from pytest_kvcache.judge.compare import Comparison, compare
 from pytest_kvcache.load.runner import profile_path
-from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality, run_folder
-from pytest_kvcache.observe.scrape import detect_endpoint
+from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality
+from pytest_kvcache.opening import Servers, is_address
 from pytest_kvcache.quality.items import Item, read_items, standard_items
+from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, VerdictRecord
-from pytest_kvcache.runfolder import Run, read_runs, write_run
-from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
-from pytest_kvcache.server.launch import LaunchedServer, launch, parse_command
-from pytest_kvcache.server.shown import shown_command
+from pytest_kvcache.runfolder import Run, read_runs
+from pytest_kvcache.server.endpoint import parse_endpoint
+from pytest_kvcache.server.launch import parse_command
 from pytest_kvcache.settings import Settings
 
 EMBEDDED_DEFAULT = "llamacpp"
 EMBEDDED_WINDOW_S = 6.0
 WINDOW_S = 30.0
-
-
-def _is_address(text: str) -> bool:
-    """Return whether a side is named by its address and not by a command."""
-    return re.match(r"https?://", text) is not None
 
 
 class Session:
@@ -72,13 +66,15 @@ class Session:
         self.on_gate: list[Callable[[GateRecord], None]] = []
         self._say = say or (lambda _: None)
         self._lease = lease
-        self._extra_dialects = (*((imported(settings.engine_from),) if settings.engine_from else ()), *extra_dialects)
-        self._provenance = dict(provenance or {})
-        self._folder = folder
+        dialects = (*((imported(settings.engine_from),) if settings.engine_from else ()), *extra_dialects)
+        self._servers = Servers(settings, dialects, provenance or {}, self._say)
+        self._folder = Path(settings.resume) if settings.resume else folder
         self._id = secrets.token_hex(3)
         self._open = ExitStack()
         self._target: Target | None = None
-        self._servers: dict[int, LaunchedServer] = {}
+        self._experiment: Experiment | None = None
+        self._prepared = False
+        self._longest: int | None = None
         self.failure: KvError | None = None
         self._items: list[Item] = []
         self._baseline: list[Run] = []
@@ -128,34 +124,76 @@ class Session:
 
         Raises what endpoint, launch and detection raise; at each later use the same kind of error in short, without another try.
         """
-        if self.failure is not None:
-            raise type(self.failure)(f"not measured, because there is no server: {self.failure.what.splitlines()[0]}")
+        self.prepare()
         if self._target is None:
-            try:
-                with self._lease():
-                    self._target = self._open_all()
-            except KvError as error:
-                self.failure = error
-                raise
+            with self._trying():
+                self._target = self._open_judged()
         return self._target
 
-    def _open_all(self) -> Target:
+    def prepare(self) -> None:
+        """Bring in the side before the change, at the first use: load the baseline, or measure the whole experiment of two launches.
+
+        Raises what measuring raises; at each later use the same kind of error in short, without another try.
+        """
+        if self.failure is not None:
+            raise type(self.failure)(f"not measured, because there is no server: {self.failure.what.splitlines()[0]}")
+        if not self._prepared:
+            with self._trying():
+                self.check()
+                self.folder  # noqa: B018  an unwritable folder is found before a server is started
+                if self.settings.baseline:
+                    self.adopt(self._baseline, "before")
+                    self._longest = self._longest_before()
+                if self._experiment is not None:
+                    self._run(self._experiment)
+            self._prepared = True
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Remember an error of the user's kind, so that later uses say it in short."""
+        try:
+            with self._lease():
+                yield
+        except KvError as error:
+            self.failure = error
+            raise
+
+    def _open_judged(self) -> Target:
         settings = self.settings
-        self.check()
-        self.folder  # noqa: B018  an unwritable folder is found before a server is started
-        if settings.baseline:
-            self.adopt(self._baseline, "before")
-        if settings.before:
-            if not self.plan:  # the comparison alone was asked for
-                self.plan, self.plan_quality = [Planned("normal"), Planned("longctx")], True
-            with ExitStack() as before:
-                target = self._side(settings.before, "before", before)
-                self._measure_plan(target)
-            return self._side(settings.after, "after", self._open)
         side = "after" if settings.baseline else ""
         if settings.endpoint:
-            return self._attach(settings.endpoint, side)
-        return self._side(settings.launch or EMBEDDED_DEFAULT, side, self._open)
+            return self._servers.attach(settings.endpoint, side)
+        if settings.before:
+            return self._side("after", self._open)
+        return self._servers.open(settings.launch or EMBEDDED_DEFAULT, side, self._open, self.folder / f"server{'-' + side if side else ''}.log")
+
+    def _side(self, side: str, stack: ExitStack) -> Target:
+        """Start one side of a comparison of two launches; ``stack`` stops it."""
+        return self._servers.open(self.settings.before if side == "before" else self.settings.after, side, stack, self.folder / f"server-{side}.log")
+
+    def _run(self, experiment: Experiment) -> None:
+        """Measure what is left of an experiment and take up all of its Runs."""
+        self._id = experiment.id
+
+        def pin(longest: int | None) -> None:
+            self._longest = longest
+
+        bench = Bench(self._side, lambda target, planned, n: self._measure(target, planned, n, keep=False), self._ask, pin, self._say)
+        try:
+            found = experiment.run(self.folder, bench)
+        except BaseException:
+            self.notes.append(f"the experiment was broken off; the same command with --kv-resume={self.folder} goes on from its finished cells")
+            raise
+        self._before, self._runs = [one.run for one in found if one.side == "before"], {}
+        for one in found:
+            if one.side == "after":
+                self._runs[self._key(one.planned, one.window) if one.planned is not None else ("quality", ())] = one.run
+
+    def _longest_before(self) -> int | None:
+        """Return the longest context of the baseline's server, in tokens: prompts that are sized by it are comparable with the baseline's."""
+        values = [run.record.config["max_model_len"].to_value() for run in self._before or () if "max_model_len" in run.record.config]
+        known = [int(value.number()) for value in values if isinstance(value, Reading)]
+        return min(known) if known else None
 
     def check(self) -> None:
         """Raise UsageError for whatever cannot be meant and can be known before a server is asked or started, CannotJudge for the baseline."""
@@ -167,7 +205,7 @@ class Session:
         for url in settings.endpoint:
             parse_endpoint(url, settings)
         for text in (settings.launch, settings.before, settings.after):
-            if _is_address(text):
+            if is_address(text):
                 parse_endpoint(text, settings)
             elif text:
                 parse_command(text)
@@ -178,62 +216,45 @@ class Session:
             self._items = read_items(Path(settings.quality_items))
         if settings.baseline:
             self._baseline = load_baseline(settings.baseline, Path(settings.reports))
+        if settings.before:
+            if not self.plan:  # the comparison alone was asked for
+                self.plan, self.plan_quality = [Planned("normal"), Planned("longctx")], True
+            self._experiment = Experiment(settings, self.plan, quality=self.plan_quality, id=self._id)
         self._checked = True
-
-    def _attach(self, urls: Sequence[str], side: str) -> Target:
-        endpoints = []
-        for url in urls:
-            endpoint = parse_endpoint(url, self.settings)
-            endpoints.append(check_ready(endpoint, min(self.settings.ready_timeout_s, 60.0)))
-        if len({endpoint.root for endpoint in endpoints}) != len(endpoints):
-            raise UsageError("the same endpoint was given twice", where=", ".join(e.shown for e in endpoints), hint="name each replica once")
-        return self._with_dialects(endpoints, side)
-
-    def _side(self, text: str, side: str, stack: ExitStack) -> Target:
-        """Launch ``text`` (or attach, where it is a URL) and return it as a Target that ``stack`` stops."""
-        if _is_address(text):
-            return self._attach([text], side)
-        self._say(
-            f"starting {side or 'the server'}: {shown_command(text)}" if self.settings.launch or side else "starting the embedded engine (llama.cpp)"
-        )
-        server = stack.enter_context(launch(text, self.settings, self.folder / f"server{'-' + side if side else ''}.log"))
-        target = self._with_dialects([server.endpoint], side)
-        self._servers[id(target.endpoints)] = server
-        return dataclasses.replace(target, command=tuple(server.command), fresh=True, embedded=bool(server.engine))
-
-    def _with_dialects(self, endpoints: Sequence[Endpoint], side: str) -> Target:
-        dialects = [detect_endpoint(endpoint, self.settings.engine, self._extra_dialects) for endpoint in endpoints]
-        return Target(tuple(endpoints), tuple(dialects), side=side, provenance=self._provenance)
-
-    def _alive(self, target: Target) -> None:
-        """Raise LaunchFailed, with the cause out of its log, where a server that we started has died."""
-        server = self._servers.get(id(target.endpoints))
-        if server is not None:
-            server.check()
 
     # -- measuring -------------------------------------------------------------------------------------------------
 
     def load(self, planned: Planned, *, number: int = 0) -> Run:
         """Return the Run of one window of ``planned``; the same window is measured once a session."""
         profile_path(planned.profile)  # a profile that there is not is found before a server is started
+        self.prepare()
+        if (key := self._key(planned, number)) in self._runs:
+            return self._runs[key]
         target = self.target
         with self._lease():
             return self._measure(target, planned, number)
 
     def windows(self, planned: Planned) -> list[Run]:
-        """Return the windows of ``planned``: ``settings.windows`` of them where something is compared or saved, else one."""
+        """Return the windows of ``planned``: one for each repeat of an experiment, ``settings.windows`` where something is saved or compared with a
+        baseline, else one."""
         return [self.load(planned, number=number) for number in range(self.window_count(planned))]
 
     def window_count(self, planned: Planned) -> int:
         """Return how many windows of a profile this session takes; single requests are not repeated."""
-        compares = bool(self.settings.save or self.settings.baseline or self.settings.before)
-        return self.settings.windows if compares and not planned.requests else 1
+        settings = self.settings
+        if planned.requests or not (settings.save or settings.baseline or settings.before):
+            return 1
+        return settings.repeats if settings.before and settings.repeats > 1 else settings.windows
 
     def quality(self, items: Sequence[Item] | None = None) -> Run:
         """Return the quality Run of the judged side; asked once a session unless other items are given."""
-        target = self.target
-        with self._lease():
-            return self._quality(target, items)
+        self.prepare()
+        key = ("quality", tuple(item.id for item in items) if items is not None else ())
+        if key not in self._runs:
+            target = self.target
+            with self._lease():
+                self._runs[key] = self._ask(target, items)
+        return self._runs[key]
 
     def runs(self) -> list[Run]:
         """Return the Runs measured on the judged side so far, in order."""
@@ -243,29 +264,19 @@ class Session:
         """Judge the change on everything measured on both sides. Raises UsageError where nothing was named to compare with."""
         if not (self.settings.before or self.settings.baseline):
             raise UsageError("nothing to compare with", hint="--kv-baseline=NAME, or --kv-before=... --kv-after=...")
-        self.target  # noqa: B018  measures or loads the side before
-        for planned in [*self.plan, *self._planned_before()]:
+        self.prepare()
+        for planned in [*self.plan, *planned_of(self._before or (), {planned.name for planned in self.plan})]:
             if planned.name in {run.record.profile for run in self._before or ()}:
                 self.windows(planned)
         if any(run.record.profile == "quality" for run in self._before or ()):
             self.quality()
         comparison = compare(self.before_analyses(), self.after_analyses(), self.settings)
         apart = ["the sides were measured at different times: drift of the machine between them is not covered"] if self.settings.baseline else []
-        self.notes += [note for note in (*comparison.notes, *apart) if note not in self.notes]
+        if self._experiment is not None:
+            apart = self._experiment.judged(self.folder)
+        self.notes += [note for note in (*comparison.notes, *apart, *self._servers.notes) if note not in self.notes]
         self.problems += [problem.text for problem in comparison.problems if problem.text not in self.problems]
         return comparison
-
-    def _planned_before(self) -> list[Planned]:
-        """Return what the side before measured and the plan does not name, with the numbers that it had."""
-        named = {planned.name for planned in self.plan}
-        found: dict[str, Planned] = {}
-        for run in self._before or ():
-            numbers = dict(run.record.options)
-            numbers.pop("nonce", None)
-            if run.record.profile not in named | {"quality"}:
-                fields = {name: numbers.pop(name, 0) for name in ("users", "duration_s", "output_tokens", "requests")}
-                found.setdefault(run.record.profile, Planned(run.record.profile, **fields, options=numbers))
-        return list(found.values())
 
     def analysis(self, run: Run) -> Analysis:
         """Return the Analysis of a Run; made once."""
@@ -273,27 +284,13 @@ class Session:
             self._analyses[run.folder] = analyse(run)
         return self._analyses[run.folder]
 
-    def _measure_plan(self, target: Target) -> None:
-        """Measure the side before the change: all that the plan names."""
-        for planned in self.plan:
-            for number in range(self.window_count(planned)):
-                self._measure(target, planned, number, keep=False)
-        if self.plan_quality:
-            self._quality(target, None, keep=False)
+    @staticmethod
+    def _key(planned: Planned, number: int) -> tuple[Any, ...]:
+        numbers = (planned.users, planned.duration_s, planned.output_tokens, planned.requests)
+        return (planned.profile, *numbers, tuple(sorted(planned.options.items())), number)
 
     def _measure(self, target: Target, planned: Planned, number: int, *, keep: bool = True) -> Run:
-        key = (
-            planned.profile,
-            planned.users,
-            planned.duration_s,
-            planned.output_tokens,
-            planned.requests,
-            tuple(sorted(planned.options.items())),
-            number,
-        )
-        if keep and key in self._runs:
-            return self._runs[key]
-        self._alive(target)
+        self._servers.check(target)
         settings = self.settings
         owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
         replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
@@ -314,23 +311,19 @@ class Session:
             nonce=f"{self._id}-{planned.name}-{number}",
             # a single request is over soon: its level is looked at more often
             sample_hz=max(settings.sample_hz, 25.0) if planned.requests else settings.sample_hz,
+            of=self.window_count(planned),
+            longest=None if planned.requests else self._longest,  # a single request is sized by its own server's limit
         )
         self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, window {number + 1} of {self.window_count(planned)}")
-        return measure_load(
-            target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, target.side, key if keep else None)
-        )
+        key = self._key(planned, number) if keep else None
+        return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
-    def _quality(self, target: Target, items: Sequence[Item] | None, *, keep: bool = True) -> Run:
-        key = ("quality", tuple(item.id for item in items) if items is not None else ())
-        if keep and key in self._runs:
-            return self._runs[key]
-        self._alive(target)
+    def _ask(self, target: Target, items: Sequence[Item] | None = None) -> Run:
+        self._servers.check(target)
         if items is None:
             items = self.standard_items(target)
         self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
-        return measure_quality(
-            target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, target.side, key if keep else None)
-        )
+        return measure_quality(target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, None))
 
     def standard_items(self, target: Target) -> list[Item]:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
@@ -338,11 +331,13 @@ class Session:
             return self._items
         return standard_items(target.endpoints[0])
 
-    def _keep(self, run: Run, side: str, key: tuple[Any, ...] | None) -> Run:
+    def _keep(self, run: Run, key: tuple[Any, ...] | None) -> Run:
         if key is not None:
             self._runs[key] = run
-        elif side == "before":
+        elif run.record.side == "before":  # of an experiment that runs: a report tells it also where it is broken off
             self._before = [*(self._before or []), run]
+        else:
+            self._runs[(run.folder,)] = run
         for listener in self.on_run:
             listener(run)
         return run
@@ -352,14 +347,7 @@ class Session:
 
     def adopt(self, runs: Sequence[Run], side: str) -> list[Run]:
         """Copy stored Runs into this session as one side of it, so that the session's folder stands alone. Raises CannotWrite."""
-        adopted = []
-        for run in runs:
-            folder = run_folder(self.folder, f"{side}-{run.record.profile}")
-            try:
-                shutil.copytree(run.folder, folder, dirs_exist_ok=True)
-            except (OSError, shutil.Error) as error:
-                raise CannotWrite(f"cannot copy a stored Run: {str(error)[:200]}", where=str(folder), hint="free space, or --kv-reports") from None
-            adopted.append(write_run(folder, msgspec.structs.replace(run.record, side=side)))
+        adopted = copy_runs(runs, self.folder, side)
         if side == "before":
             self._before = adopted
         else:
@@ -395,5 +383,6 @@ class Session:
     def close(self) -> None:
         """Stop every server that this session started. Attached servers are left as they are."""
         self._open.close()
+        self._servers.close()
         self._target = None
         self.failure = self.failure or UsageError("the session is closed")

@@ -50,6 +50,15 @@ class Settings:
     )
     ca: str = _opt("", "CA bundle that TLS certificates are verified with", group="server", metavar="FILE")
     proxy: str = _opt("", "HTTP proxy for the API; proxies of the environment are not used", group="server", metavar="URL")
+    gpus: str = _opt("", "cards that a launched server sees: indices or UUIDs with commas between", group="server", metavar="LIST")
+    gpu_others: str = _opt(
+        "refuse",
+        "what other processes on the cards of a launched server do: refuse to start it, or record them",
+        group="server",
+        choices=("refuse", "record"),
+    )
+    gpu_wait_s: float = _opt(600.0, "how long to wait for cards that another session measures on", group="server", parse="seconds")
+    gpu_release_s: float = _opt(60.0, "how soon a stopped server must have given its memory on the cards back", group="server", parse="seconds")
     ready_timeout_s: float = _opt(600.0, "how long a launched server may take to answer with a token", group="server", parse="seconds")
     stop_timeout_s: float = _opt(20.0, "how long a launched server may take to stop after TERM, before KILL", group="server", parse="seconds")
     request_timeout_s: float = _opt(300.0, "longest time that one request may take", group="server", parse="seconds")
@@ -57,7 +66,13 @@ class Settings:
     users: int = _opt(0, "users of a load profile; 0 takes the profile's own", group="load")
     duration_s: float = _opt(0.0, "length of one measured window; 0 takes the profile's own", group="load", parse="seconds")
     load_processes: int = _opt(1, "worker processes of this machine that the users of a load are spread over", group="load")
-    windows: int = _opt(5, "independent windows a side in a comparison", group="load")
+    windows: int = _opt(5, "independent windows that --kv-save and --kv-baseline take of each profile", group="load")
+    repeats: int = _opt(
+        5, "how often --kv-before and --kv-after are started, in ABBA order; 1 takes all --kv-windows on one start of each", group="load"
+    )
+    resume: str = _opt(
+        "", "session folder of a --kv-before/--kv-after that was broken off: go on from its finished cells", group="load", metavar="FOLDER"
+    )
     seed: int = _opt(1, "seed of prompts and arrivals", group="load")
     output_tokens: int = _opt(0, "tokens asked for in each request; 0 takes the profile's own", group="load")
     rate: float = _opt(0.0, "requests a second that start whatever earlier ones do (open loop); 0 leaves it to the users", group="load")
@@ -98,6 +113,12 @@ class Settings:
         False, "allow reads that take the telemetry away from other readers (the JSON /metrics of trtllm-serve)", group="observation"
     )
     # judgement
+    expect_change: str = _opt(
+        "",
+        "what the change is meant to change, with commas between (max_num_seqs,kv_dtype): any other difference is INVALID",
+        group="judgement",
+        metavar="NAMES",
+    )
     max_usage: float = _opt(0.95, "highest peak KV usage that passes, 0 to 1", group="judgement")
     min_free: int = _opt(1, "fewest free blocks (or tokens, where the engine counts tokens) that pass", group="judgement")
     usage_margin: float = _opt(0.02, "how much higher peak usage may be after the change, as a share of the pool", group="judgement")
@@ -137,6 +158,11 @@ class Settings:
                 raise UsageError(f"--kv-load-option: {text[:80]!r} is not NAME=VALUE", hint="as in --kv-load-option=median=256")
             found[name.replace("-", "_")] = value
         return found
+
+    @property
+    def declared(self) -> tuple[str, ...]:
+        """The names of --kv-expect-change, in the spelling of the records."""
+        return tuple(name.strip().strip("-").lower().replace("-", "_") for name in self.expect_change.split(",") if name.strip())
 
     def replace(self, **changes: Any) -> Settings:
         """Return a copy with other values; their source becomes ``call``. Raises UsageError."""
@@ -215,6 +241,9 @@ def _check(settings: Settings) -> None:
         "launch",
         "before",
         "after",
+        "resume",
+        "gpus",
+        "expect_change",
         "save",
         "baseline",
         "engine",
@@ -233,6 +262,14 @@ def _check(settings: Settings) -> None:
         raise UsageError("--kv-before and --kv-after belong together", hint="give both, or use --kv-save and --kv-baseline")
     if settings.before:
         named.append("--kv-before/--kv-after")
+    if settings.resume and not settings.before:
+        raise UsageError(
+            "--kv-resume goes on with a comparison of two launches", hint="give --kv-before and --kv-after as they were, and all other options"
+        )
+    if settings.before and settings.baseline:
+        raise UsageError("--kv-before/--kv-after and --kv-baseline exclude each other", hint="name the side before the change in one way")
+    if settings.repeats < 1:
+        raise UsageError("--kv-repeats must be at least 1", hint="5 is the least that covers the spread between restarts well")
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", hint="name the server in one way")
     elsewhere = [flag(name) for name in ("metrics_url", "prometheus") if getattr(settings, name)]

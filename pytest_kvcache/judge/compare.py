@@ -13,8 +13,9 @@ from pytest_kvcache.analysis.soundness import Problem
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import INCONCLUSIVE, INVALID, PASS
 from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse, quality_not_worse
+from pytest_kvcache.judge.declared import check_declared
 from pytest_kvcache.judge.gates import worst
-from pytest_kvcache.judge.validity import check_pair, check_side, launches
+from pytest_kvcache.judge.validity import check_comparable, check_pair, check_side, launches
 from pytest_kvcache.judge.wording import evidence
 from pytest_kvcache.quantities import QUANTITIES, Missing, Value
 from pytest_kvcache.records import ConfigChange, GateRecord, RunRecord
@@ -38,16 +39,28 @@ class Comparison:
 def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Settings | None = None) -> Comparison:
     """Judge the side after the change against the side before it, profile by profile, with the margins of ``settings``.
 
-    Runs pair by profile. Another engine, model, API or workload makes the gates INVALID, and a profile that was measured only
+    Runs pair by profile. Another engine, model, API or workload makes the gates INVALID; of sides that were measured apart also another
+    build or GPU; and of a change that was declared (``settings.expect_change``) any other difference. A profile that was measured only
     before makes one INCONCLUSIVE; what was measured only after is noted. Raises ValueError where a side is empty.
     """
     if not before or not after:
         raise ValueError("both sides of a comparison need at least one Run")
-    margins = Margins.of(settings) if settings is not None else Margins()
-    problems = [*check_pair(before[0].run.record, after[0].run.record), *check_side(before), *check_side(after)]
+    settings = settings if settings is not None else Settings()
+    margins = Margins.of(settings)
+    first = before[0].run.record, after[0].run.record
+    diff = config_diff(before[0].run, after[0].run)
+    problems = [*check_pair(*first), *check_side(before), *check_side(after)]
+    notes: list[str] = []
+    if not settings.before:  # two sides that one session launched differ in what their commands say, and the difference shows it
+        apart, notes = check_comparable(*first, settings.declared)
+        problems += apart
+    if settings.declared:
+        undeclared, unknown = check_declared(*first, diff, settings.declared)
+        # another engine, build or model is said once, by its own rule
+        problems += [problem for problem in undeclared if not problems or problem.rule != "undeclared"]
+        notes += unknown
     sides = _by_profile(before), _by_profile(after)
     gates: list[GateRecord] = []
-    notes: list[str] = []
     for key, old in sides[0].items():
         new = sides[1].get(key)
         if new is None:
@@ -63,7 +76,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable)
-    return Comparison(gates, config_diff(before[0].run, after[0].run), verdict, notes, problems)
+    return Comparison(gates, diff, verdict, notes, problems)
 
 
 _Key = tuple[str, bool]

@@ -47,7 +47,10 @@ def _per_launch(name: str, analyses: Sequence[Analysis]) -> bool:
 
 
 def launches(analyses: Sequence[Analysis]) -> int:
-    """Return how many starts of the server a side covers, by the start times that it told; 1 where it told none."""
+    """Return how many starts of the server a side covers: those that we made, else by the start times that it told; 1 where it told none."""
+    known = {analysis.run.record.launch_id for analysis in analyses if analysis.run.record.launch_id}
+    if known:
+        return len(known)
     starts: list[float] = []
     for analysis in analyses:
         for snapshot in analysis.run.record.before[:1]:
@@ -55,6 +58,42 @@ def launches(analyses: Sequence[Analysis]) -> int:
             if isinstance(value, Reading) and all(abs(value.number() - known) > 2.0 for known in starts):
                 starts.append(value.number())
     return max(len(starts), 1)
+
+
+def check_comparable(before: RunRecord, after: RunRecord, declared: Sequence[str] = ()) -> tuple[list[Problem], list[str]]:
+    """Return (problems, notes) of two sides that were measured apart: another build of the engine, other cards, another machine.
+
+    What was declared to change is no problem. Cards are known of servers of this machine; a note says where they are not.
+    """
+    found: list[Problem] = []
+    notes: list[str] = []
+
+    def unlike(rule: str, what: str, old: str, new: str) -> None:
+        if rule not in declared:
+            mend = f"measure both sides alike, or declare it with --kv-expect-change {rule}"
+            found.append(Problem(rule, f"not comparable: {what} was {old} before and is {new} after", mend))
+
+    if before.engine == after.engine and before.engine_version != after.engine_version:
+        unlike("engine_version", "the engine's build", before.engine_version or "not told", after.engine_version or "not told")
+    cards = [_cards(record) for record in (before, after)]
+    if cards[0] != cards[1] and all(cards):
+        unlike("gpu", "the GPU", cards[0], cards[1])
+    elif any(cards) and not all(cards):
+        notes.append(f"the GPU of the side {'after' if cards[0] else 'before'} is not known, so it was not compared with {cards[0] or cards[1]}")
+    elif not any(cards) and not (before.owned and after.owned):
+        notes.append("the GPU of neither side is known, so it was not compared")
+    elif not any(cards):
+        hosts = [f"{record.machine.get('machine', '?')} with {record.machine.get('cores', '?')} cores" for record in (before, after)]
+        if hosts[0] != hosts[1]:
+            unlike("machine", "the machine that served without a GPU", *hosts)
+    return found, notes
+
+
+def _cards(record: RunRecord) -> str:
+    """Return the cards of the server as text, equal for equal sets; empty where they are not known."""
+    cards = record.machine.get("gpus")
+    names = [str(card.get("name", "?")) for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+    return ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
 
 
 def check_pair(before: RunRecord, after: RunRecord) -> list[Problem]:

@@ -89,5 +89,19 @@ def _processes(nvml: Any, handle: Any) -> dict[str, int]:
     return held
 
 
+def read_pids(index: int) -> frozenset[int]:
+    """Return the processes on a card as the driver tells them, also those whose memory it does not tell; none where it tells none."""
+    nvml = _nvml()
+    found: set[int] = set()
+    if isinstance(nvml, Missing):
+        return frozenset()
+    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            found |= {int(process.pid) for process in ask(nvml.nvmlDeviceGetHandleByIndex(index))}
+        except nvml.NVMLError:
+            continue
+    return frozenset(found)
+
+
 def _text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,10 +177,10 @@ class LaunchedServer:
         self.stop()
 
 
-def launch(text: str, settings: Settings, log: Path) -> LaunchedServer:
+def launch(text: str, settings: Settings, log: Path, env: Mapping[str, str] | None = None) -> LaunchedServer:
     """Start the command and return the server once it lives, answers, lists its model and has given a token.
 
-    Its output goes to ``log`` with keys taken out. Raises UsageError for a text that cannot be meant and for a model that is not
+    Its output goes to ``log`` with keys taken out; ``env`` is added to its environment. Raises UsageError for a text that cannot be meant and for a model that is not
     served, CannotWrite for the log, and LaunchFailed within the ready time of the settings, with the cause and the last lines of
     the log; whatever was started is then ended.
     """
@@ -192,7 +193,7 @@ def launch(text: str, settings: Settings, log: Path) -> LaunchedServer:
         _check_port(spec)
     secrets = [*spec.secrets, *_secrets_at_hand(at)]
     try:
-        process = OwnedProcess(spec.command, env=spec.env, log=log, stop_timeout_s=settings.stop_timeout_s, secrets=secrets)
+        process = OwnedProcess(spec.command, env={**(env or {}), **spec.env}, log=log, stop_timeout_s=settings.stop_timeout_s, secrets=secrets)
     except LaunchFailed as error:
         raise LaunchFailed(error.what, where=_where(spec.shown, log, ""), hint="check that the program exists and may be run") from None
     if spec.engine:

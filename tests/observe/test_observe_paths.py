@@ -162,7 +162,7 @@ def test_a_session_takes_the_dialect_that_the_option_names(tmp_path: Path, monke
     (tmp_path / "kv_engine_for_a_session.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     session = Session(Settings(engine_from="kv_engine_for_a_session:OURS", reports=str(tmp_path / "reports")))
-    assert [dialect.name for dialect in session._extra_dialects] == ["ours"]
+    assert [dialect.name for dialect in session._servers._dialects] == ["ours"]
     with pytest.raises(UsageError, match="cannot be imported"):
         Session(Settings(engine_from="no_such_module_here:OURS", reports=str(tmp_path / "reports")))
 

@@ -1,0 +1,166 @@
+"""Runs an experiment of two launched sides: cell after cell in ABBA order, each finished cell on disk before the next begins.
+
+What a cell is made of (opening a side, measuring a window, asking the quality items) is the session's; here is the order, the record
+that a broken experiment goes on from, and the lengths that both sides are pressed with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_kvcache.errors import CannotWrite
+from pytest_kvcache.judge import experiment
+from pytest_kvcache.judge.experiment import Cell
+from pytest_kvcache.measure import Planned, Target, longest_context
+from pytest_kvcache.opening import is_address
+from pytest_kvcache.records import CellRecord, CellRun
+from pytest_kvcache.runfolder import Run, read_run
+from pytest_kvcache.server.shown import shown_command, shown_settings
+from pytest_kvcache.settings import Settings
+
+UNFINISHED = "unfinished"
+QUALITY = -1
+# What may differ between the halves of a broken experiment: where things are written, how they are judged, and how many repeats are wanted.
+_MEASURING = (
+    "model", "engine", "engine_from", "api", "header", "extra_body", "gpus", "users", "duration_s", "seed", "output_tokens", "reset_cache", "sample_hz",
+    "request_timeout_s", "quality_items", "metrics_url",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What an experiment needs of its session. ``open`` starts a side; what it opened ends with the stack."""
+
+    open: Callable[[str, ExitStack], Target]
+    measure: Callable[[Target, Planned, int], Run]
+    quality: Callable[[Target], Run]
+    pin: Callable[[int | None], None]
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One Run of an experiment: its side, the entry of the plan (None: the quality items) and its window."""
+
+    side: str
+    planned: Planned | None
+    window: int
+    run: Run
+
+
+class Experiment:
+    """An experiment in a session's folder, new or taken up again. ``id`` is the one that its prompts are made from."""
+
+    def __init__(self, settings: Settings, plan: Sequence[Planned], *, quality: bool, id: str) -> None:
+        self.settings = settings
+        self.plan = list(plan)
+        self.quality = quality
+        self.record = experiment.take_up(Path(settings.resume), self.design()) if settings.resume else experiment.begin(id, self.design())
+        # a server that keeps running has seen the prompts of a cell that was broken off: the rest gets new ones
+        self.id = id if is_address(settings.before) or is_address(settings.after) else self.record.id
+
+    def design(self) -> dict[str, Any]:
+        """Return what both halves of a broken experiment must agree on; keys and passwords are not in it."""
+        settings = self.settings
+        shown = shown_settings(settings)
+        return {
+            "before": shown_command(settings.before),
+            "after": shown_command(settings.after),
+            "windows on one start": settings.windows if settings.repeats == 1 else 0,
+            "plan": [[planned.profile, *(getattr(planned, f.name) for f in dataclasses.fields(planned)[1:])] for planned in self.plan],
+            "quality": self.quality,
+            **{name: shown[name]["value"] for name in _MEASURING},
+        }
+
+    def run(self, folder: Path, bench: Bench) -> list[Measured]:
+        """Measure what is left and return every Run, those of earlier halves first. Raises what launching and measuring raise.
+
+        Each cell that was finished until then stays on record; ``--kv-resume`` goes on from there.
+        """
+        if self.settings.resume:
+            self._take_up(folder)
+        experiment.write(folder, self.record)
+        found = self._read(folder)
+        cells = experiment.left(self.record, self.settings.repeats)
+        if cells:
+            self._choose_lengths(bench, folder)
+        whole = len(experiment.cells(self.settings.repeats))
+        for number, cell in enumerate(cells, start=whole - len(cells) + 1):
+            bench.say(f"cell {number} of {whole}: {cell.side}, repeat {cell.repeat + 1}")
+            found += self._cell(cell, folder, bench)
+        return found
+
+    def judged(self, folder: Path) -> list[str]:
+        """Note in the record that a verdict is given now, and return what it must say of earlier ones."""
+        repeats = len({cell.repeat for cell in self.record.finished})
+        self.record = msgspec.structs.replace(self.record, judged_repeats=[*self.record.judged_repeats, repeats])
+        experiment.write(folder, self.record)
+        return list(experiment.looks(self.record))
+
+    def _cell(self, cell: Cell, folder: Path, bench: Bench) -> list[Measured]:
+        began_wall_s = time.time()
+        found: list[Measured] = []
+        with ExitStack() as stack:
+            target = bench.open(cell.side, stack)
+            for planned in self.plan:
+                found += [Measured(cell.side, planned, n, bench.measure(target, planned, n)) for n in self._windows(planned, cell)]
+            if self.quality and cell.repeat == 0:
+                found.append(Measured(cell.side, None, 0, bench.quality(target)))
+        runs = [CellRun(QUALITY if m.planned is None else self.plan.index(m.planned), m.window, m.run.folder.name) for m in found]
+        done = CellRecord(cell.repeat, cell.side, runs, began_wall_s, time.time())
+        self.record = msgspec.structs.replace(self.record, finished=[*self.record.finished, done])
+        experiment.write(folder, self.record)
+        return found
+
+    def _windows(self, planned: Planned, cell: Cell) -> list[int]:
+        """Return the windows of a profile that belong to a cell: single requests and quality items are asked in the first repeat only."""
+        if planned.requests:
+            return [0] if cell.repeat == 0 else []
+        return list(range(self.settings.windows)) if self.settings.repeats == 1 else [cell.repeat]
+
+    def _choose_lengths(self, bench: Bench, folder: Path) -> None:
+        """Choose the longest context that both sides are pressed with, where it is declared to change: the shorter of the two."""
+        if self.record.longest is None and "max_model_len" in self.settings.declared:
+            found = []
+            for side in experiment.SIDES:
+                bench.say(f"reading the longest context of {side}")
+                with ExitStack() as stack:
+                    found.append(longest_context(bench.open(side, stack), self.settings))
+            known = [length for length in found if length is not None]
+            self.record = msgspec.structs.replace(self.record, longest=min(known) if known else None)
+            experiment.write(folder, self.record)
+        bench.pin(self.record.longest)
+
+    def _take_up(self, folder: Path) -> None:
+        """Set aside the Runs of cells that were not finished, and note that the experiment goes on. Raises CannotWrite."""
+        kept = {run.folder for cell in self.record.finished for run in cell.runs}
+        runs = folder / "runs"
+        try:
+            for path in sorted(runs.iterdir()) if runs.is_dir() else ():
+                if path.name not in kept:
+                    (folder / UNFINISHED).mkdir(exist_ok=True)
+                    shutil.rmtree(folder / UNFINISHED / path.name, ignore_errors=True)
+                    path.rename(folder / UNFINISHED / path.name)
+        except OSError as error:
+            raise CannotWrite(
+                f"an unfinished cell cannot be set aside: {error.strerror or error}", where=str(folder), hint="check permissions"
+            ) from None
+        self.record = msgspec.structs.replace(self.record, resumed_wall_s=[*self.record.resumed_wall_s, time.time()])
+
+    def _read(self, folder: Path) -> list[Measured]:
+        """Return the Runs of the finished cells. Raises CannotJudge where one is gone or broken."""
+        entries: list[Planned | None] = [*self.plan, None]
+        return [
+            Measured(cell.side, entries[run.entry], run.window, read_run(folder / "runs" / run.folder))
+            for cell in self.record.finished
+            for run in cell.runs
+        ]
