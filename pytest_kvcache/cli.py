@@ -26,7 +26,7 @@ EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3, "INVALID": 4}
 SERVER = (
     "endpoint", "launch", "model", "engine", "engine_from", "api", "header", "extra_body", "api_key_env", "metrics_api_key_env", "ca", "proxy",
     "ready_timeout_s", "stop_timeout_s", "request_timeout_s", "scrape_timeout_s", "sample_hz", "allow_destructive_reads", "metrics_url", "dcgm_url",
-    "prometheus",    "prometheus_selector", "prometheus_api_key_env",
+    "prometheus", "prometheus_selector", "prometheus_api_key_env", "gpus", "gpu_others", "gpu_wait_s", "gpu_release_s",
 )  # fmt: skip
 PROBE = ("seed", "reset_cache", "keep_text")
 LOAD = (
@@ -36,7 +36,8 @@ LOAD = (
 OUTPUT = ("reports", "name")
 BOUNDS = ("max_usage", "min_free")
 JUDGE = (
-    "usage_margin", "ttft_margin", "throughput_margin", "quality_min", "quality_margin", "quality_items", "windows",
+    "usage_margin", "ttft_margin", "throughput_margin", "rare_margin", "quality_min", "quality_margin", "quality_items", "windows", "repeats",
+    "resume", "expect_change",
 )  # fmt: skip
 
 Command = Callable[[argparse.Namespace], int]
@@ -71,7 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--count", type=int, default=0, metavar="N", help="stop after N readings [default: until Ctrl-C]")
     watch.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="seconds between readings [default: 1]")
     compare = add(
-        "compare", _compare, "launch two configurations in turn under the same load, or judge two stored sessions", SERVER, LOAD, JUDGE, OUTPUT
+        "compare",
+        _compare,
+        "launch two configurations in turn under the same load, or judge two stored sessions, also of another machine",
+        SERVER,
+        LOAD,
+        JUDGE,
+        OUTPUT,
     )
     options.add_cli_options(compare.add_argument, ("before", "after"))
     compare.add_argument("folders", nargs="*", metavar="FOLDER", help="two session folders or saved baselines: before, after")

@@ -251,6 +251,8 @@ def kv_session(pytestconfig: pytest.Config) -> Generator[Session, None, None]:
             "two workers that measure one server spoil both results, so nothing is measured under pytest-xdist",
             hint="run with -n 0, or --kv-xdist=lease to let one worker at a time measure an endpoint",
         )
+    if not state.controller and pytestconfig.stash[SETTINGS].before:
+        raise UsageError("an experiment of two launches cannot be split over workers of pytest-xdist", hint="run with -n 0")
     state.on_open()
     session = state.make_session()
     yield session

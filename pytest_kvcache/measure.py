@@ -8,92 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.engines import Dialect
-from pytest_kvcache.errors import CannotWrite, KvError, UsageError
+from pytest_kvcache.errors import CannotWrite, KvError
 from pytest_kvcache.load.runner import LoadResult, run_load
 from pytest_kvcache.machine import machine_facts, version_facts
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import take_snapshot_raw
+from pytest_kvcache.planned import Planned, Target, Window
 from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.items import Item
 from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, SnapshotRecord, StartMemory, ValueRecord
 from pytest_kvcache.runfolder import Run, write_atomic, write_run
-from pytest_kvcache.server.endpoint import Endpoint, complete
+from pytest_kvcache.server.endpoint import complete
 from pytest_kvcache.server.shown import shown_settings
 from pytest_kvcache.server.startlog import read_log_head, redact
 from pytest_kvcache.server.startlogs.memory import read_memory
 from pytest_kvcache.server.transport import ask
-from pytest_kvcache.settings import MOST_USERS, Settings
+from pytest_kvcache.settings import Settings
+
+__all__ = ["Planned", "Target", "Window", "effective_config", "longest_context", "measure_load", "measure_quality", "run_folder"]
 
 # Drain: the server may need a moment to free what the last requests held; gauges of some engines move only on a step (engines.md, trap 14).
 DRAIN_LIMIT_S = 10.0
 WARM_UP_REQUESTS = 2
 _LOG_KEPT_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is measured: ready endpoints of one side, the dialect of each, and what is known of the side as a whole."""
-
-    endpoints: Sequence[Endpoint]
-    dialects: Sequence[Dialect]
-    side: str = ""
-    embedded: bool = False
-    command: Sequence[str] = ()
-    fresh: bool = False
-    variant: str = ""
-    provenance: Mapping[str, str] = field(default_factory=dict)
-    launch_id: str = ""
-    gpus: Sequence[Mapping[str, Any]] = ()
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A load profile with numbers of one's own; 0 takes the profile's. ``requests`` ends the load after so many."""
-
-    profile: str
-    users: int = 0
-    duration_s: float = 0.0
-    output_tokens: int = 0
-    requests: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Raise UsageError for numbers that cannot be meant."""
-        numbers = {"users": self.users, "duration_s": self.duration_s, "output_tokens": self.output_tokens, "requests": self.requests}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise UsageError(
-                    f"{name} of a load is a number from 0 on, not {value!r}", where=f"profile {self.profile}", hint="0 takes the profile's own"
-                )
-        if self.users > MOST_USERS:
-            raise UsageError(f"{self.users:,} users are more than one load can hold", where=f"profile {self.profile}", hint=f"at most {MOST_USERS:,}")
-
-    @property
-    def name(self) -> str:
-        """The profile's name, also where its file was named by a path."""
-        return Path(self.profile).stem
-
-
-@dataclass(frozen=True)
-class Window:
-    """One measured window of a planned load, the ``number``-th from 0 of ``of``. ``nonce`` makes its prompts differ from all other windows'.
-
-    ``longest`` sizes prompts by a shorter context than the server's own, where both sides of a comparison are to be pressed alike.
-    """
-
-    planned: Planned
-    number: int
-    seed: int
-    nonce: str
-    sample_hz: float
-    of: int = 1
-    longest: int | None = None
 
 
 def run_folder(session: Path, name: str) -> Path:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.live
 SUITE = [sys.executable, "-m", "pytest", "--pyargs", "pytest_kvcache.suite", "-m", "capacity", "-p", "no:cacheprovider"]
 # 4 is INVALID evidence: what these tests look at was measured all the same, on a machine that was too busy to judge by
 UNLESS_CROWDED = (0, 4)
-SHORT = ["--kv-duration-s=2", "--kv-users=3", "--kv-windows=2"]
+SHORT = ["--kv-duration-s=2", "--kv-users=3", "--kv-windows=2", "--kv-repeats=2"]
 
 
 def _run(folder: Path, *arguments: str, short: bool = True, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:

@@ -39,7 +39,7 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
         tmp_path,
         f"--kv-before={SERVER}",
         f"--kv-after={SERVER} --kv-cache-dtype fp8",
-        "--kv-windows=2",
+        "--kv-repeats=2",
         "--kv-users=3",
         "-k",
         "normal or quality or nothing_worse",

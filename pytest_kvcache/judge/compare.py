@@ -51,14 +51,15 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     diff = config_diff(before[0].run, after[0].run)
     problems = [*check_pair(*first), *check_side(before), *check_side(after)]
     notes: list[str] = []
+    limits: list[str] = []
     if not settings.before:  # two sides that one session launched differ in what their commands say, and the difference shows it
-        apart, notes = check_comparable(*first, settings.declared)
+        apart, limits = check_comparable(*first, settings.declared)
         problems += apart
     if settings.declared:
         undeclared, unknown = check_declared(*first, diff, settings.declared)
         # another engine, build or model is said once, by its own rule
         problems += [problem for problem in undeclared if not problems or problem.rule != "undeclared"]
-        notes += unknown
+        limits += unknown
     sides = _by_profile(before), _by_profile(after)
     gates: list[GateRecord] = []
     for key, old in sides[0].items():
@@ -76,7 +77,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable)
-    return Comparison(gates, diff, verdict, notes, problems)
+    return Comparison(gates, diff, verdict, [*notes, *limits], problems)
 
 
 _Key = tuple[str, bool]

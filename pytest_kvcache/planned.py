@@ -1,0 +1,73 @@
+"""What is to be measured: the servers of one side, a load profile with numbers of one's own, and one window of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_kvcache.engines import Dialect
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.server.endpoint import Endpoint
+from pytest_kvcache.settings import MOST_USERS
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured: ready endpoints of one side, the dialect of each, and what is known of the side as a whole."""
+
+    endpoints: Sequence[Endpoint]
+    dialects: Sequence[Dialect]
+    side: str = ""
+    embedded: bool = False
+    command: Sequence[str] = ()
+    fresh: bool = False
+    variant: str = ""
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    launch_id: str = ""
+    gpus: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A load profile with numbers of one's own; 0 takes the profile's. ``requests`` ends the load after so many."""
+
+    profile: str
+    users: int = 0
+    duration_s: float = 0.0
+    output_tokens: int = 0
+    requests: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for numbers that cannot be meant."""
+        numbers = {"users": self.users, "duration_s": self.duration_s, "output_tokens": self.output_tokens, "requests": self.requests}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise UsageError(
+                    f"{name} of a load is a number from 0 on, not {value!r}", where=f"profile {self.profile}", hint="0 takes the profile's own"
+                )
+        if self.users > MOST_USERS:
+            raise UsageError(f"{self.users:,} users are more than one load can hold", where=f"profile {self.profile}", hint=f"at most {MOST_USERS:,}")
+
+    @property
+    def name(self) -> str:
+        """The profile's name, also where its file was named by a path."""
+        return Path(self.profile).stem
+
+
+@dataclass(frozen=True)
+class Window:
+    """One measured window of a planned load, the ``number``-th from 0 of ``of``. ``nonce`` makes its prompts differ from all other windows'.
+
+    ``longest`` sizes prompts by a shorter context than the server's own, where both sides of a comparison are to be pressed alike.
+    """
+
+    planned: Planned
+    number: int
+    seed: int
+    nonce: str
+    sample_hz: float
+    of: int = 1
+    longest: int | None = None

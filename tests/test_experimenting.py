@@ -1,0 +1,132 @@
+"""An experiment without servers: each cell is on disk before the next begins, and a broken one goes on without measuring anything twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from made_run import MadeRun
+
+from pytest_kvcache.errors import LaunchFailed, UsageError
+from pytest_kvcache.experimenting import Bench, Experiment
+from pytest_kvcache.judge import experiment
+from pytest_kvcache.measure import Planned, Target, run_folder
+from pytest_kvcache.runfolder import Run, write_run
+from pytest_kvcache.settings import Settings
+
+PLAN = [Planned("normal"), Planned("nearmax", users=1, requests=1)]
+
+
+class Rig:
+    """A bench that writes Runs and remembers what was done; ``breaks_at`` makes the n-th start of a server fail."""
+
+    def __init__(self, folder: Path, breaks_at: int = 0) -> None:
+        self.folder = folder
+        self.done: list[str] = []
+        self.breaks_at = breaks_at
+        self.starts = 0
+        self.open_now = 0
+        self.pinned: list[int | None] = []
+
+    def bench(self) -> Bench:
+        return Bench(self.open, self.measure, self.quality, self.pinned.append, lambda _: None)
+
+    def open(self, side: str, stack: ExitStack) -> Target:
+        self.starts += 1
+        if self.starts == self.breaks_at:
+            raise LaunchFailed("it died")
+        stack.enter_context(self._server())
+        return Target((), (), side=side)
+
+    @contextmanager
+    def _server(self) -> Iterator[None]:
+        self.open_now += 1
+        assert self.open_now == 1, "two servers at once measure each other"
+        yield
+        self.open_now -= 1
+
+    def measure(self, target: Target, planned: Planned, number: int) -> Run:
+        self.done.append(f"{target.side} {planned.name} {number}")
+        return self._run(target.side, planned.name, window=number)
+
+    def quality(self, target: Target) -> Run:
+        self.done.append(f"{target.side} quality")
+        return self._run(target.side, "quality")
+
+    def _run(self, side: str, profile: str, **fields: Any) -> Run:
+        run = MadeRun().write(run_folder(self.folder, profile))
+        return write_run(run.folder, msgspec.structs.replace(run.record, side=side, profile=profile, **fields))
+
+
+def make(tmp_path: Path, rig: Rig, repeats: int = 3, resume: bool = False, **changes: Any) -> list[str]:
+    settings = Settings(before="a {port}", after="b {port}", repeats=repeats, resume=str(tmp_path) if resume else "", **changes)
+    found = Experiment(settings, PLAN, quality=True, id="abc").run(tmp_path, rig.bench())
+    return [f"{one.side} {one.planned.name if one.planned else 'quality'} {one.run.record.window}" for one in found]
+
+
+def test_every_repeat_is_a_start_of_its_own_and_single_requests_are_asked_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    found = make(tmp_path, rig)
+    assert rig.starts == 6
+    assert rig.done == [
+        "before normal 0", "before nearmax 0", "before quality", "after normal 0", "after nearmax 0", "after quality",
+        "after normal 1", "before normal 1", "before normal 2", "after normal 2",
+    ]  # fmt: skip
+    assert len(found) == 10
+
+
+def test_one_repeat_takes_all_windows_on_one_start(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    make(tmp_path, rig, repeats=1, windows=3)
+    assert rig.starts == 2
+    assert [done for done in rig.done if "before normal" in done] == ["before normal 0", "before normal 1", "before normal 2"]
+
+
+@pytest.mark.parametrize("breaks_at", [1, 2, 4, 6])
+def test_a_broken_experiment_goes_on_from_its_finished_cells(tmp_path: Path, breaks_at: int) -> None:
+    whole = Rig(tmp_path / "whole")
+    wanted = make(tmp_path / "whole", whole)
+    rig = Rig(tmp_path / "broken", breaks_at)
+    with pytest.raises(LaunchFailed):
+        make(tmp_path / "broken", rig)
+    again = Rig(tmp_path / "broken")
+    assert make(tmp_path / "broken", again, resume=True) == wanted
+    assert rig.done + again.done == whole.done, "nothing twice and nothing left out"
+    record = experiment.read(tmp_path / "broken")
+    assert record is not None
+    assert len(record.resumed_wall_s) == 1
+    assert record.id == "abc"
+
+
+def test_the_runs_of_a_cell_that_was_cut_off_are_set_aside(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, breaks_at=3)
+    with pytest.raises(LaunchFailed):
+        make(tmp_path, rig)
+    cut_off = rig._run("after", "normal", window=1)
+    make(tmp_path, Rig(tmp_path), resume=True)
+    assert not cut_off.folder.exists() or cut_off.folder.name in {p.name for p in (tmp_path / "runs").iterdir()}
+    assert (tmp_path / "unfinished" / cut_off.folder.name).is_dir()
+
+
+def test_more_repeats_are_added_to_what_was_measured(tmp_path: Path) -> None:
+    make(tmp_path, Rig(tmp_path), repeats=2)
+    more = Rig(tmp_path)
+    assert len(make(tmp_path, more, repeats=4, resume=True)) == 12
+    assert more.done == ["before normal 2", "after normal 2", "after normal 3", "before normal 3"]
+
+
+def test_other_options_are_another_experiment(tmp_path: Path) -> None:
+    make(tmp_path, Rig(tmp_path), repeats=1, windows=1)
+    for changes, said in (({"seed": 2}, "seed was 1 and is 2"), ({"duration_s": 9.0}, "duration_s")):
+        with pytest.raises(UsageError, match=said):
+            make(tmp_path, Rig(tmp_path), repeats=1, windows=1, resume=True, **changes)
+
+
+def test_what_was_kept_holds_no_key(tmp_path: Path) -> None:
+    settings = Settings(before="srv --api-key sk-very-secret-1 --port {port}", after="srv --port {port}", header=("X-Key: sk-very-secret-2",))
+    Experiment(settings, PLAN, quality=False, id="abc").run(tmp_path, Rig(tmp_path).bench())
+    assert "very-secret" not in (tmp_path / experiment.FILE).read_text()
