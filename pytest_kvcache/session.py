@@ -253,7 +253,7 @@ class Session:
         if key not in self._runs:
             target = self.target
             with self._lease():
-                self._runs[key] = self._ask(target, items)
+                self._ask(target, items, key)
         return self._runs[key]
 
     def runs(self) -> list[Run]:
@@ -318,12 +318,12 @@ class Session:
         key = self._key(planned, number) if keep else None
         return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
-    def _ask(self, target: Target, items: Sequence[Item] | None = None) -> Run:
+    def _ask(self, target: Target, items: Sequence[Item] | None = None, key: tuple[Any, ...] | None = None) -> Run:
         self._servers.check(target)
         if items is None:
             items = self.standard_items(target)
         self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
-        return measure_quality(target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, None))
+        return measure_quality(target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
     def standard_items(self, target: Target) -> list[Item]:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
