@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.capacity.fields import Fields
+from pytest_kvcache.capacity.fields import MAX_LAYERS, Fields
 from pytest_kvcache.capacity.gguf_header import read_header
 from pytest_kvcache.capacity.kinds import COUNT
 from pytest_kvcache.capacity.layers import Architecture, Layer, State
@@ -28,23 +28,34 @@ UNMODELLED = frozenset(
 
 def read_gguf(path: Path, assume: Mapping[str, str]) -> Architecture:
     """Return the layers of a GGUF file. Raises CannotJudge naming the key that is missing, UsageError for a file that cannot be read."""
-    header = read_header(path)
-    family = str(header.keys.get("general.architecture") or "")
+    return from_keys(read_header(path).keys, str(path), assume)
+
+
+def from_keys(keys: Mapping[str, Any], name: str, assume: Mapping[str, str]) -> Architecture:
+    """Return the layers that the keys of a GGUF header describe, wherever they were read. Raises CannotJudge naming the key that is missing."""
+    family = str(keys.get("general.architecture") or "")
     if not family:
-        raise CannotJudge("cannot judge this GGUF file: it has no general.architecture", where=str(path))
+        raise CannotJudge("cannot judge this GGUF file: it has no general.architecture", where=name)
     if family in UNMODELLED:
-        raise CannotJudge(f"cannot judge architecture {family!r}: what it keeps per token or per sequence is not known here", where=str(path))
+        raise CannotJudge(f"cannot judge architecture {family!r}: what it keeps per token or per sequence is not known here", where=name)
     prefix = f"{family}."
-    own = {key.removeprefix(prefix): value for key, value in header.keys.items() if key.startswith(prefix)}
-    fields = Fields(own, assume={_own_name(key): text for key, text in assume.items()}, name=str(path), family=family)
+    own = {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
+    fields = Fields(own, assume={_own_name(key): text for key, text in assume.items()}, name=name, family=family)
     count = fields.need("block_count") - (fields.whole("nextn_predict_layers", default=0) or 0)
-    if not 0 < count <= 4096:
-        raise UsageError(f"{count} layers", where=str(path))
+    if not 0 < count <= MAX_LAYERS:
+        raise UsageError(f"{count} layers", where=name)
     layers, notes = _layers(fields, count)
+    queries = _per_layer(fields, "attention.head_count", count) or [0]
     return Architecture(
-        model_type=family, name=str(path), layers=tuple(layers), context=fields.whole("context_length", least=1), dtype="float16", query_heads=max(_per_layer(fields, "attention.head_count", count) or [0]),
-        parameters=header.elements or None, assumptions=tuple(fields.assumptions), notes=tuple(notes),
-    )  # fmt: skip
+        model_type=family,
+        name=name,
+        layers=tuple(layers),
+        context=fields.whole("context_length", least=1),
+        dtype="float16",
+        query_heads=max(queries),
+        assumptions=tuple(fields.assumptions),
+        notes=tuple(notes),
+    )
 
 
 def _own_name(key: str) -> str:

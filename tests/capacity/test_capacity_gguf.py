@@ -57,10 +57,11 @@ def _plain(**more: Any) -> dict[str, Any]:
     return {"block_count": 4, "embedding_length": 512, "context_length": 8192, "attention__head_count": 8, "attention__head_count_kv": 2, **more}
 
 
-def test_a_plain_file_gives_heads_context_and_parameters(tmp_path: Path) -> None:
-    made = read_architecture(_gguf(tmp_path / "m.gguf", _keys("llama", **_plain()), tensors=((512, 100), (512,))))
+def test_a_plain_file_gives_heads_and_context(tmp_path: Path) -> None:
+    path = _gguf(tmp_path / "m.gguf", _keys("llama", **_plain()), tensors=((512, 100), (512,)))
+    made = read_architecture(path)
     assert growth(made).growth_bytes_per_token == 4 * 2 * 2 * 64 * 2
-    assert (made.context, made.parameters) == (8192, 51_712)
+    assert (made.context, made.query_heads, read_header(path).elements) == (8192, 8, 51_712)
 
 
 def test_heads_may_differ_from_layer_to_layer_and_keys_from_values(tmp_path: Path) -> None:
