@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     load = add(
         "load", _load, "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)", SERVER, LOAD, BOUNDS, OUTPUT
     )
+    options.add_cli_options(load.add_argument, ("sweep", "windows"))
     load.add_argument("profile", nargs="?", help="name of a shipped profile, or path of a Locust file")
     load.add_argument("--path", metavar="NAME", help="print the path of a shipped profile, for locust -f, and stop")
     load.add_argument("--requests", type=int, default=0, metavar="N", help="stop after N requests [default: 0, by time]")
@@ -211,6 +212,13 @@ def _load(arguments: argparse.Namespace) -> int:
 
     settings = options.settings_from(arguments)
     with _session(settings) as session:
+        if settings.sweep:
+            from pytest_kvcache import sweeping
+
+            found = sweeping.run_sweep(session, Planned(arguments.profile, requests=arguments.requests), say=_say)
+            print(sweeping.show_sweep(found))
+            sweeping.record_gates(session, found)
+            return _finish(session)
         analysis = session.analysis(session.load(Planned(arguments.profile, requests=arguments.requests)))
         print(load_numbers(analysis))
         judged = [gates.peak_usage([analysis], settings.max_usage), gates.free_space([analysis], settings.min_free)]

@@ -16,6 +16,7 @@ from pytest_kvcache.errors import CannotWrite, UsageError
 from pytest_kvcache.settings import Settings
 
 if TYPE_CHECKING:
+    from pytest_kvcache.analysis.sweep import Sweep
     from pytest_kvcache.judge.compare import Comparison
     from pytest_kvcache.measure import Planned
     from pytest_kvcache.records import GateRecord, SnapshotRecord, VerdictRecord
@@ -331,3 +332,20 @@ def kv_compare(kv_session: Session) -> Callable[[], Comparison]:
         return kv_session.compare()
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def kv_sweep(kv_session: Session) -> Callable[..., Sweep]:
+    """A callable that measures a profile with each value of ``--kv-sweep`` and returns the comparison; it skips the test where none was named.
+
+    ``kv_sweep("normal", users=8, duration_s=30)``: the keywords of ``kv_load``. A server that this session launched is stopped first.
+    """
+
+    def sweep(profile: str = "normal", **numbers: Any) -> Sweep:
+        from pytest_kvcache import sweeping
+
+        if not kv_session.settings.sweep:
+            pytest.skip("nothing to sweep: no --kv-sweep")
+        return sweeping.run_sweep(kv_session, _planned(profile, numbers))
+
+    return sweep

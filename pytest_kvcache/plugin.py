@@ -25,11 +25,12 @@ from pytest_kvcache.fixtures import (
     kv_session,
     kv_settings,
     kv_snapshot,
+    kv_sweep,
     kv_windows,
     state_of,
 )
 
-__all__ = ["kv_compare", "kv_endpoint", "kv_load", "kv_quality", "kv_session", "kv_settings", "kv_snapshot", "kv_windows"]
+__all__ = ["kv_compare", "kv_endpoint", "kv_load", "kv_quality", "kv_session", "kv_settings", "kv_snapshot", "kv_sweep", "kv_windows"]
 
 pytest.register_assert_rewrite("pytest_kvcache.assertions")
 

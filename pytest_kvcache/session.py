@@ -315,8 +315,16 @@ class Session:
             longest=None if planned.requests else self._longest,  # a single request is sized by its own server's limit
         )
         self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, window {number + 1} of {self.window_count(planned)}")
-        key = self._key(planned, number) if keep else None
+        key = (*self._key(planned, number), *([target.variant] if target.variant else [])) if keep else None
         return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
+
+    def sweep(self, command: str, variant: str, planned: Planned, windows: int) -> list[Run]:
+        """Launch the command of one variant of a sweep, measure its windows and stop it; a server of this session is stopped before."""
+        self._open.close()
+        self._target = None
+        with self._lease(), ExitStack() as stack:
+            target = self._servers.open(command, "", stack, self.folder / f"server-{variant}.log".replace("/", "-"))
+            return [self._measure(dataclasses.replace(target, variant=variant), planned, number) for number in range(windows)]
 
     def _ask(self, target: Target, items: Sequence[Item] | None = None, key: tuple[Any, ...] | None = None) -> Run:
         self._servers.check(target)

@@ -86,6 +86,12 @@ class Settings:
     load_option: tuple[str, ...] = _opt(
         (), "any other option of the load or of its profile, as name=value; repeatable", group="load", metavar="NAME=VALUE"
     )
+    sweep: str = _opt(
+        "",
+        "launch the server anew with each of these values of one of its options and measure the load on each, as in block-size=32,64,128",
+        group="load",
+        metavar="NAME=V,V",
+    )
     reset_cache: bool = _opt(False, "allow the engine's own call that empties its prefix cache before a window", group="load")
     # observation
     sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")
@@ -254,6 +260,7 @@ def _check(settings: Settings) -> None:
         "stages",
         "content",
         "trace",
+        "sweep",
     ):
         if name in settings.sources and not str(getattr(settings, name)).strip():
             raise UsageError(f"{flag(name)} was given and is empty", hint="leave it out, or give it a value")
@@ -272,6 +279,11 @@ def _check(settings: Settings) -> None:
         raise UsageError("--kv-repeats must be at least 1", hint="5 is the least that covers the spread between restarts well")
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", hint="name the server in one way")
+    if settings.sweep and (other := next((name for name in ("endpoint", "before", "baseline") if getattr(settings, name)), "")):
+        raise UsageError(
+            f"--kv-sweep launches the server anew with each value, and {flag(other)} names what it cannot launch",
+            hint=f'--kv-launch="COMMAND" --kv-sweep={settings.sweep[:80]}',
+        )
     elsewhere = [flag(name) for name in ("metrics_url", "prometheus") if getattr(settings, name)]
     if len(elsewhere) > 1:
         raise UsageError(f"{' and '.join(elsewhere)} exclude each other", hint="name the source of the telemetry in one way")

@@ -68,8 +68,10 @@ def is_probe(analysis: Analysis) -> bool:
 
 
 def load_name(analysis: Analysis) -> str:
-    """Return the name of the Run's load: its profile; probes of single requests stand apart from windows of the same profile."""
+    """Return the name of the Run's load: its profile; probes of single requests and the settings of a sweep stand apart from windows of it."""
     profile = analysis.run.record.profile
+    if analysis.run.record.variant:
+        return f"{profile} ({analysis.run.record.variant})"
     return f"{profile} (probe)" if is_probe(analysis) else profile
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_kvcache import assertions
+from pytest_kvcache import assertions, sweeping
+from pytest_kvcache.analysis.sweep import Sweep
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.compare import Comparison
 from pytest_kvcache.runfolder import Run
+from pytest_kvcache.session import Session
 from pytest_kvcache.settings import Settings
 
 pytestmark = pytest.mark.capacity
@@ -75,3 +77,9 @@ def test_quality_items_are_answered(kv_quality: Callable[[], Run], kv_settings: 
 
 def test_the_change_made_nothing_worse(kv_compare: Callable[[], Comparison]) -> None:
     assertions.assert_not_worse(kv_compare())
+
+
+def test_a_sweep_of_one_option_is_measured_side_by_side(kv_sweep: Callable[..., Sweep], kv_session: Session) -> None:
+    found = kv_sweep("normal")
+    sweeping.record_gates(kv_session, found)
+    assert not [variant.unsound for variant in found.variants if variant.unsound], found.text
