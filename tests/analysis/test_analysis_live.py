@@ -75,16 +75,6 @@ def test_a_server_that_we_only_attached_to_is_found_by_its_port(tmp_path: Path) 
     assert ledger.rest.title == "graphs, workspace, context and KV pool and weights"
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_the_processes_of_vllm_hold_the_pool_that_its_log_states(tmp_path: Path) -> None:
-    ledger = measured("vllm-cpu --max-model-len 4096 --block-size 32 --kv-cache-memory-bytes 805306368", tmp_path)
-    assert size(ledger, "pool") == 768 * MIB
-    assert size(ledger, "server") > size(ledger, "pool")
-    assert "not known" in ledger.text
-    assert "set by hand" in ledger.text
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Endpoint]]:
     folder = tmp_path_factory.mktemp("pair")
