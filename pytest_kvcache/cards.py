@@ -115,12 +115,15 @@ def find_cards(settings: Settings, environment: Mapping[str, str]) -> Cards | No
             raise UsageError(f"the launch command sets {VISIBLE} and --kv-gpus was given", hint="name the cards in one way")
         if isinstance(rows, Missing):
             raise UsageError(f"--kv-gpus names cards, and none can be seen: {rows.reason}", hint="leave it out on a machine without NVIDIA cards")
-        return Cards([_named(word.strip(), rows) for word in settings.gpus.split(",")], settings, named=True)
+        chosen = [_named(word.strip(), rows) for word in settings.gpus.split(",")]
+        if len({row.uuid for row in chosen}) != len(chosen):
+            raise UsageError("a card is named twice", where=f"--kv-gpus={settings.gpus[:80]}", hint="name each card once")
+        return Cards(chosen, settings, named=True)
     if isinstance(rows, Missing):
         return None
     seen = environment.get(VISIBLE, os.environ.get(VISIBLE))
-    chosen = rows if seen is None else _visible(seen, rows)
-    return Cards(chosen, settings, named=False) if chosen else None
+    visible = rows if seen is None else _visible(seen, rows)
+    return Cards(visible, settings, named=False) if visible else None
 
 
 def _named(word: str, rows: list[GpuRow]) -> GpuRow:

@@ -92,7 +92,9 @@ def _users(rows: Rows, frame: Frame) -> int:
     users = 0
     for start in frame.starts:
         told = start.options.get("users")
-        if start.options.get("think_s") or start.options.get("requests") or start.options.get("scheduled") or not isinstance(told, int):
+        own = start.options.get("profile_options")
+        thinks = start.options.get("think_s") or (isinstance(own, dict) and any(value and "think" in name for name, value in own.items()))
+        if thinks or start.options.get("stages") or start.options.get("requests") or start.options.get("scheduled") or not isinstance(told, int):
             return 0
         users += told
     return users if not rows.outcome_in(REJECTIONS).any() else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.address import Endpoint
 
 ROOT = Path(__file__).parent.parent.parent
-STUB = Path(__file__).parent / "nvml_stub.c"
 CODE = """
 import json
 from pytest_kvcache.observe.gpu import read_gpus
@@ -34,13 +32,9 @@ print(json.dumps({{"missing": rows.reason}} if isinstance(rows, Missing) else [m
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    assert compiler, "a C compiler is needed to build the stub of libnvidia-ml.so.1: install gcc"
-    folder = tmp_path_factory.mktemp("nvml")
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1"), str(STUB)], check=True, timeout=60)
-    return folder
+@pytest.fixture
+def library(nvml_library: Path) -> Path:
+    return nvml_library
 
 
 def read(library: Path | None, indices: str = "None", **scene: str) -> Any:
