@@ -23,7 +23,7 @@ from pytest_kvcache.errors import CannotWrite, KvError, UsageError
 from pytest_kvcache.experimenting import Bench, Experiment
 from pytest_kvcache.judge.baseline import check_name, load_baseline
 from pytest_kvcache.judge.compare import Comparison, compare
-from pytest_kvcache.load.runner import profile_path
+from pytest_kvcache.load.runner import own_length, profile_path
 from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality
 from pytest_kvcache.opening import Servers, is_address
 from pytest_kvcache.quality.items import Item, read_items, standard_items
@@ -294,15 +294,16 @@ class Session:
         settings = self.settings
         owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
         replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
+        # a counted load is a probe with its own arrivals, and ends by its count; a trace and listed stages know how long they last
+        options = planned.options if planned.requests else {**settings.load_options(planned.name), **planned.options}
+        usual_s = 0.0 if planned.requests else settings.duration_s or (0.0 if own_length(options) else owned_window_s)
         filled = dataclasses.replace(
             planned,
             users=(planned.users or settings.users) * replicas,
             requests=planned.requests * replicas,
-            # a counted load ends by its count, and the load itself bounds its time: a window's length would cut a slow probe short
-            duration_s=planned.duration_s or (0.0 if planned.requests else settings.duration_s or owned_window_s),
+            duration_s=planned.duration_s or usual_s,
             output_tokens=planned.output_tokens or settings.output_tokens,
-            # a counted load is a probe: it keeps to its own arrivals and lengths
-            options=planned.options if planned.requests else {**settings.load_options(planned.name), **planned.options},
+            options=options,
         )
         window = Window(
             filled,

@@ -13,6 +13,7 @@ from pytest_kvcache.load import files
 from pytest_kvcache.load.arrivals import BURST, GAMMA, Stage, arrivals, parse_stages
 from pytest_kvcache.load.asking import choose_model
 from pytest_kvcache.load.client import Asker
+from pytest_kvcache.load.counting import TextCounter
 from pytest_kvcache.load.prepare import prepare
 from pytest_kvcache.load.prompts import PromptSource
 from pytest_kvcache.load.provenance import argv, versions
@@ -83,6 +84,12 @@ def _shown_options(session: LoadSession) -> dict[str, Any]:
     return {name: files.stamp(session.handed, str(value)) if name in named else value for name, value in session.knobs.profile_options.items()}
 
 
+def text_counter(session: LoadSession) -> TextCounter:
+    """Return what counts the tokens of a text as the first server does."""
+    target = session.targets[0]
+    return TextCounter(Asker(target, min(session.knobs.request_timeout_s, PROBE_TIMEOUT_S)), target.model)
+
+
 def stages_of(session: LoadSession) -> tuple[Stage, ...]:
     """Return the stages of the load, in requests a second where a rate is given, else in users. Raises UsageError."""
     knobs = session.knobs
@@ -95,10 +102,10 @@ def make_loop(session: LoadSession) -> OpenLoop | None:
     from pytest_kvcache.load.openloop import OpenLoop
 
     knobs, classes = session.knobs, session.shape.classes
-    own = None if knobs.rate else next((plan for cls in classes if (plan := cls.schedule(session)) is not None), None)
+    own = next((plan for cls in classes if (plan := cls.schedule(session)) is not None), None)
     if not knobs.rate and own is None:
         return None
-    plan = own
+    plan = None if knobs.rate else own
     if plan is None:
         if knobs.arrivals == GAMMA and not knobs.burstiness > 0:
             raise UsageError("--kv-burstiness must be above 0", hint="1 is Poisson, 0.25 is uneven, 4 is even")
@@ -142,7 +149,7 @@ def write_start(session: LoadSession) -> None:
         "stop_timeout_s": float(session.environment.stop_timeout or 0),
         "profile_options": _shown_options(session),
         "content": files.stamp(session.handed, knobs.content),
-        "shared_prompts": session.shape.shares,
+        "shared_prompts": session.shares,
     }
     rows.put(LoadStart(session.now_s(), session.shape.profile, session.worker, knobs.seed, options, versions(), argv()))
     rows.put(LoadNote(session.now_s(), "prepared", "what the preparation asked of the server", prepared.spent))

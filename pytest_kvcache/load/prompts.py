@@ -157,6 +157,8 @@ class PromptSource:
             for role, indexes in pieces:
                 if role == SYSTEM and vocabulary.system is None:
                     carried += indexes
+                elif messages and messages[-1][0] == role:
+                    messages[-1] = (role, messages[-1][1] + indexes)
                 else:
                     messages.append((role, carried + indexes))
                     carried = b""

@@ -32,6 +32,7 @@ from pytest_kvcache.load.arrivals import is_listed, parse_stages, total_s
 from pytest_kvcache.load.contract import LoadFile, read_load, workload_hash
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.target import Handed, from_endpoint
+from pytest_kvcache.load.traces import span_of
 
 if TYPE_CHECKING:
     from pytest_kvcache.server.address import Endpoint
@@ -88,6 +89,11 @@ def profile_path(name: str) -> Path:
     raise UsageError(f"there is no load profile {name!r}", hint=f"shipped are {known}; or give the path of a Locust file")
 
 
+def own_length(options: Mapping[str, Any]) -> bool:
+    """Return whether a load with these options knows itself how long it lasts: by listed stages, or by the times of a trace."""
+    return is_listed(str(options.get("stages") or "")) or bool(options.get("trace"))
+
+
 def command(
     profile: Path,
     rows: Path,
@@ -120,6 +126,9 @@ def command(
         duration_s = max(DEFAULT_DURATION_S, 2 * request_timeout_s)
     if not duration_s and is_listed(str(extra.get("stages") or "")):
         duration_s = total_s(parse_stages(str(extra["stages"]), 1.0, 0.0))
+    if not duration_s and extra.get("trace") and not float(extra.get("rate") or 0):
+        span_s = span_of(extra)
+        duration_s = span_s + 1.0 if span_s else 0.0
     duration_s = duration_s or DEFAULT_DURATION_S
     words = [sys.executable, "-m", "locust", "-f", str(profile), "--headless", "-H", host]
     if users:

@@ -7,7 +7,6 @@ import secrets
 import sys
 import time
 import traceback
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from pytest_kvcache.load import contract
 from pytest_kvcache.load.arrivals import Stage, is_listed, total_s
 from pytest_kvcache.load.flags import Knobs
 from pytest_kvcache.load.link import MASTER_GONE_S, Link
+from pytest_kvcache.load.lags import Lags
 from pytest_kvcache.load.opening import learn, make_loop, open_rows, stages_of, write_start
 from pytest_kvcache.load.pieces import RowsSender
 from pytest_kvcache.load.prepare import Prepared, failure_text
@@ -79,6 +79,7 @@ class LoadSession:
         self.prepared: Prepared | None = None
         self.source: PromptSource | None = None
         self.max_model_len: int | None = None
+        self.shares = shape.shares
         self.stages: tuple[Stage, ...] = ()
         self.loop: OpenLoop | None = None
         self.t0_s: float | None = None
@@ -98,7 +99,7 @@ class LoadSession:
         self._errors = 0
         self._refused = 0
         self._refused_since_s = 0.0
-        self._lags = array("d")
+        self._lags = Lags()
         self._cpu_start_s = 0.0
         self._began_s = 0.0
         self._heads: dict[tuple[int, int], bytes] = {}
@@ -277,9 +278,7 @@ class LoadSession:
         while True:
             gevent.sleep(max(0.0, due_s - monotonic()))
             woke_s = monotonic()
-            self._lags.append(max(0.0, woke_s - due_s))
-            if len(self._lags) > 500_000:
-                self._lags = self._lags[::2]
+            self._lags.add(woke_s - due_s)
             if woke_s - flushed_s >= FLUSH_S:
                 flushed_s = woke_s
                 self._watch(woke_s)
@@ -357,7 +356,6 @@ class LoadSession:
             return
         ran_out = self.run_time_s > 0 and monotonic() - self.begun_s >= self.run_time_s - 0.5
         reason = self.reason or (contract.BY_DURATION if ran_out else contract.BY_STOP)
-        lags = sorted(self._lags)
         if self.resent:
             text = "requests that went out again because their kept connection was closed before anybody read them"
             rows.put(LoadNote(self.now_s(), "connections", text, {"resent": self.resent}))
@@ -370,8 +368,8 @@ class LoadSession:
                 worker=self.worker,
                 cpu_s=time.process_time() - self._cpu_start_s if self.active else 0.0,
                 ran_s=monotonic() - self._began_s if self.active else 0.0,
-                lag_p99_s=lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0,
-                lag_max_s=lags[-1] if lags else 0.0,
+                lag_p99_s=self._lags.p99,
+                lag_max_s=self._lags.most,
                 in_flight=self.cut_off,
                 clock_offset_s=self.link.offset_s if self.link is not None else None,
                 clock_error_s=clock.error_s if clock is not None else None,
