@@ -20,8 +20,8 @@ from pytest_kvcache.errors import Broken, CannotWrite, KvError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.arrivals import Stage, is_listed, total_s
 from pytest_kvcache.load.flags import Knobs
-from pytest_kvcache.load.link import MASTER_GONE_S, Link
 from pytest_kvcache.load.lags import Lags
+from pytest_kvcache.load.link import MASTER_GONE_S, Link
 from pytest_kvcache.load.opening import learn, make_loop, open_rows, stages_of, write_start
 from pytest_kvcache.load.pieces import RowsSender
 from pytest_kvcache.load.prepare import Prepared, failure_text
