@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.errors import GateFailed, UsageError
 from pytest_kvcache.judge import gates
-from pytest_kvcache.judge.compare import Comparison
+from pytest_kvcache.judge.change import Margins
+from pytest_kvcache.judge.compare import Comparison, compare, compare_quality
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.runfolder import Run
+from pytest_kvcache.settings import Settings
 
 Evidence = Run | Analysis | Sequence[Run] | Sequence[Analysis]
 
@@ -149,13 +151,51 @@ def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2, max_idle_whi
     return settle(gates.balanced(analyses(evidence), max_spread=spread, max_idle_while_waiting=idle))
 
 
-def assert_quality(evidence: Evidence, *, min: float = 0.98) -> GateRecord:
-    """Pass where the pass rate of the quality items is ``min`` or more."""
+def assert_quality(evidence: Evidence, after: Evidence | None = None, *, min: float = 0.98, margin: float = 0.01) -> GateRecord:
+    """Pass where the pass rate of the quality items is ``min`` or more; of two sides, where the change lost at most ``margin`` of the items.
+
+    ``assert_quality(run)`` judges one side, ``assert_quality(before, after, margin=0.01)`` a change: items pair by their id, and it takes
+    299 of them without a loss to bound the loss by 1 %.
+    """
     __tracebackhide__ = True
-    return settle(gates.quality(analyses(evidence), _share(min, "min")))
+    if after is None:
+        return settle(gates.quality(analyses(evidence), _share(min, "min")))
+    return settle(compare_quality(analyses(evidence), analyses(after), _share(margin, "margin")))
 
 
-def assert_not_worse(comparison: Comparison) -> list[GateRecord]:
-    """Pass where nothing that was measured on both sides became worse by more than its margin."""
+def assert_not_worse(
+    before: Comparison | Evidence,
+    after: Evidence | None = None,
+    *,
+    usage: float = 0.02,
+    ttft: float = 0.25,
+    throughput: float = 0.10,
+    quality: float = 0.01,
+    counts: float = 0.50,
+    rare: float = 0.10,
+    ttft_p95: float | None = None,
+    latency_p95: float | None = None,
+    expect_change: str = "",
+) -> list[GateRecord]:
+    """Pass where nothing that was measured on both sides became worse by more than its margin.
+
+    Takes the Runs of both sides, several windows of each, or a Comparison (of ``kv_compare``, which has the session's margins). ``usage``
+    is a share of the pool, for peak usage and free space; ``ttft`` (median), ``throughput``, ``ttft_p95`` and ``latency_p95`` (left out
+    by default) are shares of the value before; ``quality`` is the share of items that may be lost; ``counts`` by how much the rates of rejections
+    and preemptions may rise, ``rare`` the rate that need not be excluded where none was seen. With ``expect_change`` any other difference
+    of the configurations is INVALID.
+    """
     __tracebackhide__ = True
-    return settle_all(comparison.gates)
+    if isinstance(before, Comparison):
+        if after is not None:
+            raise TypeError("a Comparison holds both sides already")
+        return settle_all(before.gates)
+    if after is None:
+        raise TypeError("the side after the change is missing: assert_not_worse(before, after)")
+    shares = {"usage": usage, "throughput": throughput, "quality": quality, "rare": rare}
+    growths = {"ttft": ttft, "counts": counts, "ttft_p95": ttft_p95, "latency_p95": latency_p95}
+    margins = Margins(
+        **{name: _share(value, name) for name, value in shares.items()},
+        **{name: _count(value, name) if value is not None else None for name, value in growths.items()},  # type: ignore[arg-type]
+    )
+    return settle_all(compare(analyses(before), analyses(after), Settings(expect_change=expect_change), margins).gates)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import MadeRun
+from made_run import T0, MadeRun, closed_loop, quality_run, snapshot
 
 from pytest_kvcache import assertions
 from pytest_kvcache.analysis.timeline import analyse
@@ -61,3 +61,48 @@ def test_inconclusive_passes_only_where_the_user_asked_for_it(tmp_path: Path) ->
         assertions.assert_quality(run)
     with assertions.recording(assertions.Recorder(lambda _: None, inconclusive_passes=True)):
         assert assertions.assert_quality(run).verdict == "INCONCLUSIVE"
+
+
+def windows(tmp_path: Path, name: str, count: int = 5, **fields: Any) -> list[Run]:
+    made = []
+    for window in range(count):
+        run = MadeRun(
+            record={"window": window, "workload": f"w{window}", **fields.get("record", {})}, **{k: v for k, v in fields.items() if k != "record"}
+        )
+        made.append(run.write(tmp_path / "runs" / f"{name}{window}-normal"))
+    return made
+
+
+def test_two_sides_are_judged_with_margins_of_ones_own(tmp_path: Path) -> None:
+    before, after = windows(tmp_path, "a"), windows(tmp_path, "b", rows=closed_loop(length_s=0.8, ttft_s=0.16))
+    judged = assertions.assert_not_worse(before, windows(tmp_path, "c"), ttft_p95=0.25, latency_p95=0.25)
+    assert {"usage_not_worse", "ttft_p95_not_worse", "latency_p95_not_worse"} <= {gate.name for gate in judged}
+    with pytest.raises(GateFailed, match="ttft_not_worse"):
+        assertions.assert_not_worse(before, after, throughput=0.9)
+    assert assertions.assert_not_worse(before, after, ttft=1.0, throughput=0.9)
+
+
+def test_a_change_that_was_not_declared_is_invalid_here_too(tmp_path: Path) -> None:
+    changed: dict[str, Any] = {"before": [snapshot(T0 - 1, max_num_seqs=4)], "after": [snapshot(T0 + 5, max_num_seqs=4)]}
+    before, after = windows(tmp_path, "a"), windows(tmp_path, "b", **changed)
+    assert assertions.assert_not_worse(before, after, expect_change="max_num_seqs")
+    with pytest.raises(GateFailed, match="max_num_seqs was 8 requests and is 4 requests"):
+        assertions.assert_not_worse(before, after, expect_change="block_size")
+
+
+def test_quality_of_two_sides_is_bounded_by_its_margin(tmp_path: Path) -> None:
+    before, same, worse = (quality_run(passed).write(tmp_path / "runs" / f"{n}-quality") for n, passed in enumerate((300, 300, 280)))
+    assert assertions.assert_quality(before, same, margin=0.01).verdict == "PASS"
+    with pytest.raises(GateFailed, match="20 lost"):
+        assertions.assert_quality(before, worse, margin=0.01)
+    few = [quality_run(48, items=48).write(tmp_path / "runs" / f"{n}-quality") for n in (10, 11)]
+    with pytest.raises(GateFailed, match="about 299 items would decide it"):
+        assertions.assert_quality(few[0], few[1], margin=0.01)
+
+
+def test_one_side_is_no_comparison(run: Run) -> None:
+    with pytest.raises(TypeError, match="after the change is missing"):
+        assertions.assert_not_worse([run])
+    for wrong in (-0.1, 2.0, float("nan")):
+        with pytest.raises(UsageError):
+            assertions.assert_not_worse([run], [run], usage=wrong)

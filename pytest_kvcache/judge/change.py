@@ -28,7 +28,11 @@ COUNT_MARGIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """How much worse a change may be: usage and free space as a share of the pool, the others as a share of their value before."""
+    """How much worse a change may be: usage and free space as a share of the pool, the others as a share of their value before.
+
+    ``rare`` is how high the rate of rejections or preemptions need not be excluded where none was seen. The 95th percentiles are judged
+    where a margin for them is given: of short windows they rest on few requests.
+    """
 
     usage: float = 0.02
     ttft: float = 0.25
@@ -36,6 +40,8 @@ class Margins:
     quality: float = 0.02
     counts: float = COUNT_MARGIN
     rare: float = stats.RARE
+    ttft_p95: float | None = None
+    latency_p95: float | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Margins:
@@ -46,10 +52,12 @@ class Margins:
 def not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margins: Margins) -> list[GateRecord]:
     """Return the gates on the windows of one profile before and after a change: usage, free space, times, throughput, counts."""
     free = next((unit for unit in ("blocks", "tokens") if _known(before, after, f"free_{unit}.tightest")), "blocks")
+    tails = {"ttft.p95": margins.ttft_p95, "latency.p95": margins.latency_p95}
     return [
         _windows("usage_not_worse", "usage.hottest", before, after, margins.usage, higher_is_worse=True, relative=False, note=_pools(before, after)),
         _free(f"free_{free}.tightest", before, after, margins.usage),
-        _ttft(before, after, margins.ttft),
+        _time("ttft_not_worse", "ttft.p50", before, after, margins.ttft),
+        *(_time(f"{name.replace('.', '_')}_not_worse", name, before, after, margin) for name, margin in tails.items() if margin is not None),
         _windows("throughput_not_worse", "throughput", before, after, margins.throughput, higher_is_worse=False, relative=True),
         _counts("rejections_not_worse", "rejections", before, after, margins),
         _counts("preemptions_not_worse", "preemptions", before, after, margins),
@@ -90,6 +98,7 @@ def _windows(
     higher_is_worse: bool,
     relative: bool,
     note: str = "",
+    tokens_a_block: tuple[float, float] | None = None,
 ) -> GateRecord:
     before, after, paired = _pair(before, after)
     method = _PAIRED if paired else _WELCH
@@ -102,6 +111,9 @@ def _windows(
         reason = lacking if lacking.cannot_happen else Missing(f"{side} the change: {lacking.reason}")
         return missing(name, quantity, reason, both, side="after", method=method)
     unit = both[0].values[quantity].unit  # type: ignore[union-attr]
+    if tokens_a_block is not None:
+        unit = "tokens"
+        left, right = ([number * size for number in side] for side, size in zip((left, right), tokens_a_block, strict=True))
     found = stats.not_worse(left, right, margin, lower_is_better=higher_is_worse, relative=relative, paired=paired)
     old, new = _mean(left, unit), _mean(right, unit)
     amount = "ratio" if relative else unit
@@ -160,7 +172,17 @@ def _free(quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], 
     if not known:
         return missing("free_not_worse", quantity, Missing("the size of the pool before is not known"), [*before, *after], side="after")
     margin = float(max(round(share * sum(known) / len(known)), 1))
+    sizes = [_block_size(side) for side in (before, after)] if unit == "blocks" else [None, None]
+    if sizes[0] is not None and sizes[1] is not None and sizes[0] != sizes[1]:
+        # blocks of two sizes are two units: what they hold is compared
+        scales = (sizes[0], sizes[1])
+        return _windows("free_not_worse", quantity, before, after, margin * sizes[0], higher_is_worse=False, relative=False, tokens_a_block=scales)
     return _windows("free_not_worse", quantity, before, after, margin, higher_is_worse=False, relative=False)
+
+
+def _block_size(analyses: Sequence[Analysis]) -> float | None:
+    value = analyses[0].values.get("block_size")
+    return value.number() if isinstance(value, Reading) else None
 
 
 def _pool(analysis: Analysis, unit: str) -> float | None:
@@ -183,12 +205,12 @@ def _pools(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:
     return "; ".join(parts)
 
 
-def _ttft(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
-    left = _numbers(before, "ttft.p50")
+def _time(name: str, quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
+    left = _numbers(before, quantity)
     mean = 0.0 if isinstance(left, Missing) else sum(left) / len(left)
     if 0 < margin * mean < TIME_FLOOR_S:
-        return _windows("ttft_not_worse", "ttft.p50", before, after, TIME_FLOOR_S, higher_is_worse=True, relative=False)
-    return _windows("ttft_not_worse", "ttft.p50", before, after, margin, higher_is_worse=True, relative=True)
+        return _windows(name, quantity, before, after, TIME_FLOOR_S, higher_is_worse=True, relative=False)
+    return _windows(name, quantity, before, after, margin, higher_is_worse=True, relative=True)
 
 
 def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequence[Analysis], margins: Margins) -> GateRecord:

@@ -36,8 +36,8 @@ class Comparison:
     problems: list[Problem] = field(default_factory=list)
 
 
-def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Settings | None = None) -> Comparison:
-    """Judge the side after the change against the side before it, profile by profile, with the margins of ``settings``.
+def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Settings | None = None, margins: Margins | None = None) -> Comparison:
+    """Judge the side after the change against the side before it, profile by profile, with ``margins``, else those of ``settings``.
 
     Runs pair by profile. Another engine, model, API or workload makes the gates INVALID; of sides that were measured apart also another
     build or GPU; and of a change that was declared (``settings.expect_change``) any other difference. A profile that was measured only
@@ -46,7 +46,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     if not before or not after:
         raise ValueError("both sides of a comparison need at least one Run")
     settings = settings if settings is not None else Settings()
-    margins = Margins.of(settings)
+    margins = margins if margins is not None else Margins.of(settings)
     first = before[0].run.record, after[0].run.record
     diff = config_diff(before[0].run, after[0].run)
     problems = [*check_pair(*first), *check_side(before), *check_side(after)]
@@ -78,6 +78,14 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable)
     return Comparison(gates, diff, verdict, [*notes, *limits], problems)
+
+
+def compare_quality(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
+    """Judge the quality items alone, with the same reasons for INVALID. Raises ValueError where a side is empty."""
+    if not before or not after:
+        raise ValueError("both sides of a comparison need at least one Run")
+    problems = [*check_pair(before[0].run.record, after[0].run.record), *check_side(before), *check_side(after)]
+    return _invalid(quality_not_worse(before, after, margin), problems)
 
 
 _Key = tuple[str, bool]

@@ -206,6 +206,21 @@ def test_lengths_that_were_planned_decide_and_not_the_longest_context(side: Make
     assert "--kv-expect-change max_model_len" in comparison.gates[0].text
 
 
+def test_blocks_of_two_sizes_are_compared_by_what_they_hold(side: Make) -> None:
+    def halved(row: Any) -> Any:
+        values = {**row.values, **{name: 2 * row.values[name] for name in ("used_blocks", "free_blocks")}}
+        return msgspec.structs.replace(row, values=values)
+
+    rows = side(1)[0].run
+    small = {"before": [snapshot(T0 - 1, usable=254, block_size=8)], "after": [snapshot(T0 + 5, usable=254, block_size=8)]}
+    gate = by_name(compare(side(), side(samples=[halved(row) for row in rows.telemetry()], rows=rows.requests(), **small)).gates)["free_not_worse"]
+    assert gate.verdict == PASS
+    assert gate.unit == "tokens"
+    assert gate.after is not None
+    assert gate.before is not None
+    assert gate.after.value == pytest.approx(gate.before.value, rel=0.03)
+
+
 def test_too_few_requests_without_an_event_decide_nothing(side: Make) -> None:
     gate = by_name(compare(side(2, length_s=1.5), side(2, length_s=1.5)).gates)["rejections_not_worse"]
     assert gate.verdict == INCONCLUSIVE
