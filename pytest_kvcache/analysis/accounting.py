@@ -8,11 +8,11 @@ what nothing explains. The parts add up to what the engine reports, sample by sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.holding import Footprint, plain
-from pytest_kvcache.analysis.levels import Levels, Window
+from pytest_kvcache.analysis.levels import Levels, Window, pool_of
 from pytest_kvcache.analysis.live import MOST_PAIRS, OFF, SURE, UNSURE, Held, Moments, hold, pairs
 from pytest_kvcache.analysis.payload import Payload, payload
 from pytest_kvcache.analysis.prefixes import reusable_tokens
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-PARTS = ("prompt", "common", "generated", "prefilling", "rounding", "reserved", "not_ours", "held_after", "unexplained")
-"""The parts of a level in token slots; they add up to what the engine reports. ``common`` is what several requests hold once."""
+PARTS = ("prompt", "common", "generated", "prefilling", "rounding", "reserved", "not_ours", "held_after", "timing", "unexplained")
+"""The parts of a level in token slots; they add up to what the engine reports. ``common`` is what several requests hold once, ``timing``
+what one scheduling step sooner or later explains (either sign), ``unexplained`` what lies beyond that (either sign)."""
 
 _HITS_AS_MEANT = 0.95
 
@@ -124,6 +125,7 @@ def account(
     tracks = [
         _one(
             one,
+            pool_of(record.before[number]) if number < len(record.before) else None,
             rows,
             rows.endpoint == number if len(series) > 1 else rows.endpoint >= 0,
             lost,
@@ -172,7 +174,17 @@ def _stride(rows: Rows, series: Sequence[Series]) -> int:
 
 
 def _one(
-    one: Series, rows: Rows, chosen: Mask, lost: Mask, shape: Footprint, sharing: str, counts: str, load: Payload, window: Window, stride: int
+    one: Series,
+    pool: float | None,
+    rows: Rows,
+    chosen: Mask,
+    lost: Mask,
+    shape: Footprint,
+    sharing: str,
+    counts: str,
+    load: Payload,
+    window: Window,
+    stride: int,
 ) -> Account:
     import numpy as np
 
@@ -187,6 +199,8 @@ def _one(
     # who waits is known only where all who do are ours
     queue = np.where(np.nan_to_num(beyond, nan=1.0) > 0.5, np.nan, waiting)
     held = hold(rows, chosen, lost, shape, Moments(wall_s, np.maximum.accumulate(wall_s + read_s), queue), sharing)
+    if pool:  # nobody holds more than there is, whatever our log allows for
+        held = replace(held, high=np.minimum(held.high, pool), low=np.minimum(held.low, pool))
     used = one.column(f"used_{counts}")[picked] if counts else np.full(len(wall_s), np.nan)
     return _account(wall_s - window.since_s, used, running, waiting, beyond, held, shape, counts)
 
@@ -205,6 +219,9 @@ def _account(t_s: Floats, used: Floats, running: Floats, waiting: Floats, beyond
     none = np.zeros(len(t_s))
     not_ours = np.where(over & (beyond > 0.5), rest, none)
     held_after = np.where(over & idle & (not_ours == 0), rest, none)
+    left = rest - not_ours - held_after
+    outside = np.where(over, (used - held.high) * shape.block, np.where(used < held.low - 1e-6, (used - held.low) * shape.block, none))
+    unexplained = np.where((not_ours != 0) | (held_after != 0), none, outside) + 0.0 * used
     parts = {
         "prompt": held.prompt - held.shared - held.common,
         "common": held.common,
@@ -214,7 +231,8 @@ def _account(t_s: Floats, used: Floats, running: Floats, waiting: Floats, beyond
         "reserved": held.reserved,
         "not_ours": not_ours,
         "held_after": held_after,
-        "unexplained": rest - not_ours - held_after,
+        "timing": left - unexplained,
+        "unexplained": unexplained,
     }
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(held.answering > 0, held.total / held.answering, np.nan)
@@ -265,6 +283,14 @@ def _together(tracks: Sequence[Account], hold_s: float) -> Account:
         mean,
         total(lambda one: one.beyond),
     )
+
+
+def highest(column: Floats) -> int:
+    """Return the index of the highest value that is there; of several equal ones the middle, where things have settled."""
+    import numpy as np
+
+    there = np.flatnonzero(column >= np.nanmax(column))
+    return int(there[len(there) // 2])
 
 
 def _without(one: Account) -> Account:
@@ -323,8 +349,7 @@ def _values(one: Account, wall_s: Floats, window: Window, missing: str) -> dict[
     found["accounting.agreement"] = Reading(
         float(one.agrees[known].mean()), "ratio", f"share of {int(known.sum())} samples within one step of what our requests hold"
     )
-    since = (wall_s >= window.since_s) & np.isfinite(slots)
-    peak = int(np.argmax(np.where(since, slots, -1.0)))
+    peak = highest(np.where(wall_s >= window.since_s, slots, np.nan))
     when = f"at the highest sample, {one.t_s[peak]:.1f} s into the load"
     found["fill.at_peak"] = (
         Reading(float(load[peak] / slots[peak]), "ratio", f"tokens of our requests over slots held {when}")

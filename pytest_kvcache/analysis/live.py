@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache.analysis.holding import RESERVES_LONGEST, RESERVES_OUTPUT, Footprint
 from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.rows import Rows
+from pytest_kvcache.load.contract import CLAMPED, OK, STOPPED_EARLY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-_PAIRS_AT_ONCE = 2_000_000
+_PAIRS_AT_ONCE = 400_000
 MOST_PAIRS = 40_000_000
 _LEAST_STEP_S = 0.005
 
@@ -95,6 +96,7 @@ class _Ours:
     prefix: Any
     prefix_tokens: Floats
     step: Floats
+    after: Floats
 
 
 def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float) -> _Ours:
@@ -112,6 +114,8 @@ def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float) -> _Ours:
     # a pause well beyond the usual pace is time in which nothing came; an ordinary one is part of the pace
     stalled = np.isfinite(gap) & ((pause > 3.0 * even) | lost[held]) & (pause > 0)
     step = np.maximum((length - np.where(stalled, pause, 0.0)) / np.maximum(output - 1.0, 1.0), _LEAST_STEP_S)
+    # a stream that we closed is freed by the step that follows the one in which the engine hears of it
+    after = step * np.where(rows.outcome_in((OK, STOPPED_EARLY, CLAMPED))[held], 1.0, 2.0)
     planned = np.where(np.isfinite(rows.output_planned), rows.output_planned, rows.output)[held]
     return _Ours(
         sent=rows.sent_s[held] - origin_s,
@@ -127,6 +131,7 @@ def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float) -> _Ours:
         prefix=rows.prefix[held],
         prefix_tokens=np.minimum(np.nan_to_num(rows.prefix_tokens[held], nan=0.0), np.nan_to_num(rows.prompt[held])),
         step=step,
+        after=after,
     )
 
 
@@ -144,7 +149,7 @@ def hold(rows: Rows, chosen: Mask, lost: Mask, shape: Footprint, moments: Moment
     ours = _ours(rows, chosen, lost, origin_s)
     low, high = moments.low_s - origin_s, moments.high_s - origin_s
     begin = np.searchsorted(high, ours.sent, side="left")
-    end = np.searchsorted(low, ours.end + ours.step, side="right")
+    end = np.searchsorted(low, ours.end + ours.after, side="right")
     for start, stop in _chunks(begin, end, len(low)):
         inside = np.flatnonzero((begin < stop) & (end > start))
         if len(inside):
@@ -216,7 +221,7 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
 
     received = np.floor(_received(ours, row, middle))
     tokens = np.where(steady, prompt + received - 1.0, 0.0)
-    certain = steady & (low_s >= first) & (high_s <= end - step)
+    certain = steady & (low_s >= first + step) & (high_s <= end - step)
     fewest = prompt + np.maximum(np.floor(_received(ours, row, low_s)) - 1.0, 1.0) - 1.0
     most = prompt + np.minimum(np.ceil(_received(ours, row, high_s)) + 1.0, np.maximum(output, 1.0)) - 1.0
     most = np.where(before, prompt, most)
@@ -317,11 +322,15 @@ def _shared(ours: _Ours, row: Any, at: Any, steady: Mask, count: int, shape: Foo
     where[group] = when
     total = np.bincount(group, weights=length, minlength=groups)
     hits = np.bincount(group, weights=hit, minlength=groups)
+    found, widest = np.bincount(group, weights=reusable, minlength=groups), np.zeros(groups)
+    np.maximum.at(widest, group, reusable)
+    # one of them computed the text for all; which one decides whether the block with a prompt's last token is shared as well
     most = np.minimum(hits, np.maximum(total - longest, 0.0)) * shape.full
+    likely = np.minimum(hits, np.maximum(found - widest, 0.0)) * shape.full
     proven = (np.bincount(group, weights=~told, minlength=groups) == 0) | (sharing == SURE)
     saved["most"] += np.bincount(where, weights=most, minlength=count)
-    saved["likely"] += np.bincount(where, weights=most, minlength=count)
-    saved["common"] += np.bincount(where, weights=np.where(most > 0, longest * shape.full, 0.0), minlength=count)
+    saved["likely"] += np.bincount(where, weights=likely, minlength=count)
+    saved["common"] += np.bincount(where, weights=np.where(likely > 0, widest * shape.full, 0.0), minlength=count)
     # a request that starts in the step of another may compute the same blocks once more
-    saved["least"] += np.bincount(where, weights=np.where(proven, most, 0.0), minlength=count)
+    saved["least"] += np.bincount(where, weights=np.where(proven, likely, 0.0), minlength=count)
     return saved

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache.analysis.accounting import Account
+from pytest_kvcache.analysis.accounting import Account, highest
 from pytest_kvcache.analysis.levels import Levels, Window
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.analysis.series import Series
@@ -153,7 +153,7 @@ def _at_peak(usage: Floats, reading: Floats, answering: Floats, since: Any) -> V
     level = np.where(since, usage, np.nan)
     if not np.isfinite(level).any():
         return Missing("the moment of peak usage is not known")
-    peak = int(np.nanargmax(level))
+    peak = highest(level)
     both = float(reading[peak] + answering[peak])
     if both < 1:
         return Missing("no request of ours was live at the peak")
