@@ -46,7 +46,7 @@ def test_a_decoding_load_says_so_and_drains_at_its_end(tmp_path: Path) -> None:
     assert spans[0].name == IDLE
     assert spans[-1].name == IDLE
     named = {phase.name: phase for phase in phases_of(analysis).phases}
-    assert named[DRAIN].seconds < 0.5
+    assert named[DRAIN].seconds <= 0.6
     peak = named[DECODE].usage_peak
     assert peak is not None
     assert peak > 0
