@@ -61,6 +61,17 @@ CASES = [
     ),
     Case(
         "vllm",
+        "0.32.0 on a CPU with two data-parallel ranks under load, recorded",
+        "exposition/vllm/0.32.0-cpu-dp2.prom",
+        right={
+            "pool_blocks": 800, "usable_blocks": 798, "block_size": 32, "pool_tokens": 25600, "max_concurrency": 6.25, "used_blocks": 139,
+            "free_blocks": 659, "usage": 139 / 798, "running": 3, "waiting": 0, "preemptions": 0, "rejections": 0, "prompt_tokens": 3005,
+            "num_gpu_blocks_override": 400,
+        },
+        never=_VLLM_NEVER,
+    ),
+    Case(
+        "vllm",
         "0.32.0, sliding-window hybrid",
         "exposition/vllm/0.32.0-hybrid-swa.prom",
         right={"pool_blocks": 29135, "used_blocks": 8820, "free_blocks": 20314, "pool_tokens": 327680, "max_concurrency": 2.5},

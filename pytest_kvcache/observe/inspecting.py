@@ -134,6 +134,7 @@ def inspect(
     for name, value in found.quantities.items():
         if isinstance(value, Missing):
             found.quantities[name] = Missing("; ".join(dict.fromkeys(value.reason.split("; "))), value.cannot_happen)
+    found.notes = list(dict.fromkeys(found.notes))  # a scrape and a log may both say it
     told = [value for value in found.quantities.values() if isinstance(value, Reading)]
     if not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
         found.judged = False
