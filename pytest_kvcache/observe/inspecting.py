@@ -272,6 +272,8 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
         return
     if not log.engine and not found.engine:
         found.why = f"cannot judge: the log is of no engine that is known; it says: {failure.cause}"
+        found.notes += [f"what that means: {failure.means}"] if failure.means else []
+        found.notes += [f"what to change: {failure.change}"] if failure.change else []
         return
     found.notes.append(f"{'after the start, the log says' if failure.after_start else 'the start failed'}: {failure.cause}")
     if failure.means:

@@ -15,6 +15,7 @@ _MAX_CHARS = 500
 _MAX_LINE = 2000
 _MAX_LINES = 5000
 _MAX_TEXT = 4 << 20
+_PREFIXED = 160  # within it a line says of itself that it only warns
 
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]")
 
@@ -47,12 +48,27 @@ _SENTENCES = (
     r"No common block size for ",
     r"Block size (?:must|should|[0-9]+ is not|of [0-9]+ is not)",
     r"User-specified max_model_len \(?[0-9,]+\)? is greater than the derived max_model_len",
+    r"(?:CUDA|HIP|XPU) out of memory occurred when warming up sampler",
+    r"max_num_batched_tokens \([0-9,]+\) (?:is smaller than max_model_len|must be greater than or equal to max_num_seqs)",
+    r"Total number of attention heads \([0-9]+\) must be divisible by tensor parallel size",
+    r"Bfloat16 is only supported on GPUs with compute capability",
+    r"World size \([0-9]+\) is larger than the number of available GPUs",
     # SGLang
     r"Not enough memory\. Please try to increase --mem-fraction-static",
     r"Loaded weights leave no GPU memory for the KV cache",
+    r"The memory capacity is unbalanced",
+    r"User-specified context_length \([0-9,]+\) is greater than the derived context_length",
+    r"Not enough GPU memory for hybrid state cache",
+    r"[^\n]{0,60}state cache is too small to serve any requests",
+    # TensorRT-LLM
+    r"Executor creation failed due to insufficient GPU memory",
+    r"maxTokensInPagedKvCache[^\n]{0,40}must be large enough",
     # TGI
     r"Not enough memory to handle (?:`max_total_tokens=[0-9]+`|[0-9]+ prefill tokens)",
     r"`max_total_tokens` must be <= `max_batch_total_tokens`",
+    r"`max_batch_prefill_tokens` must be >= `max_input_\w{5,6}`",
+    r"`max_input_\w{5,6}` must be < `max_total_tokens`",
+    r"sharded is true but only found [0-9]+ CUDA devices",
     # LMDeploy
     r"No enough gpu memory for (?:kv cache|runtime|state cache)",
 )
@@ -62,6 +78,7 @@ _LINES = (
     r"\bgguf_init_from_\w{1,20}: ",
     r"error loading model(?: \w{1,20}){0,2}: (?!llama_model_loader: failed to load model from)",
     r"failed to allocate buffer for kv cache",
+    r"failed to allocate compute \w{1,4} ?buffers",
     r"V cache quantization requires flash.?attn",
     r"couldn't bind (?:HTTP )?server socket",
     r"cudaMalloc failed: out of memory",
@@ -69,6 +86,13 @@ _LINES = (
     r"error while handling argument ",
     # any engine
     r"(?:CUDA|HIP|XPU) out of memory\.",
+    r"CUDA (?:runtime )?error[^\n]{0,200}out of memory",
+    r"\bNCCL error\b|\bnccl(?:System|UnhandledCuda|Internal|Remote|InvalidUsage)Error\b",
+    r"no kernel image is available for execution",
+    r"driver version is insufficient|NVIDIA driver on your system is too old",
+    r"No CUDA GPUs are available|no CUDA-capable device is detected|Failed to infer device type",
+    r"You are trying to access a gated repo|Access to model [^\n]{1,100} is restricted",
+    r"failed to listen on any local network address",
     r"address (?:is )?already in use",
     r"no space left on device",
     r": command not found\b",
@@ -83,10 +107,12 @@ _KNOWN = re.compile(f"(?P<sentence>{'|'.join(_SENTENCES)})|(?P<line>{'|'.join(_L
 
 _EXCEPTION = re.compile(r"(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Fault|NotFound|Expired|Missing\w*)(?::\s*\S.*|\Z)")
 _WRAPPERS = re.compile(
-    r"EngineCore failed to start|EngineCore encountered an issue|EngineDeadError|Engine core initialization failed|Failed core proc"
+    r"scheduler died during initialization|Rank [0-9]+ scheduler is dead|EngineCore failed to start|EngineCore encountered an issue|EngineDeadError|Engine core initialization failed|Failed core proc"
     r"|Engine process failed to start|WorkerProc initialization failed|(?:see|check) (?:the )?(?:stack trace|root cause)|SystemExit|KeyboardInterrupt|CancelledError"
     r"|BrokenPipeError|ConnectionResetError|EOFError|ShardCannotStart|ChildFailedError|ActorDiedError|Exception in thread|Worker \w+ died"
 )
+# A process that was ended from outside says nothing itself; who waited for it tells.
+_KILLED = re.compile(r"exit ?code:? -9\b|: -9[,}]|\bsignal 9\b|\bSIGKILL\b|^Killed$|exited with code 137|OOMKilled", re.IGNORECASE)
 # What our own engines say when they cannot start: "llamacpp: there is no such model file | where: ... | try: ..."
 _OURS = re.compile(r"[a-z-]{2,30}: [^\n]{1,400} \| (?:where|try):")
 _SHOUT = re.compile(
@@ -94,7 +120,7 @@ _SHOUT = re.compile(
     r"|segmentation fault|illegal instruction|terminate called|exiting due to|^killed\b|^aborted\b|assertion .{0,60}failed",
     re.IGNORECASE,
 )
-_QUIET = re.compile(r"\b(?:INFO|DEBUG|WARNING|WARN)\b")
+_QUIET = re.compile(r"\b(?:INFO|DEBUG|WARNING|WARN)\b|\bWarning: ")
 
 
 def strip_escapes(text: str) -> str:
@@ -133,9 +159,11 @@ def root_cause(text: str) -> str:
     """
     raw = log_lines(text[-_MAX_TEXT:])[-_MAX_LINES:]
     lines = [strip_prefix(line) for line in raw]
-    for line in reversed(lines):
+    for number in range(len(lines) - 1, -1, -1):
+        line = lines[number]
         found = _KNOWN.search(line)
-        if found is not None and not _WRAPPERS.search(line):
+        # What an engine only warns of did not stop it: some of these sentences are warnings where the user allows the thing.
+        if found is not None and not _WRAPPERS.search(line) and not _QUIET.search(raw[number][:_PREFIXED]):
             whole = found.group("line") is not None or _EXCEPTION.match(line)
             return _tidy(line if whole else line[found.start() :])
     for index in range(len(lines) - 1, -1, -1):
@@ -144,6 +172,9 @@ def root_cause(text: str) -> str:
             return _tidy(_with_details(lines, index))
     for line in reversed(lines):
         if _OURS.match(line):
+            return _tidy(line)
+    for line in reversed(lines):
+        if _KILLED.search(line):
             return _tidy(line)
     for index in range(len(lines) - 1, -1, -1):
         if _SHOUT.search(lines[index][:_MAX_CHARS]) and not _WRAPPERS.search(lines[index]) and not _QUIET.search(raw[index]):
@@ -162,4 +193,6 @@ def _with_details(lines: list[str], index: int) -> str:
 
 def _tidy(sentence: str) -> str:
     sentence = redact(" ".join(sentence.split()))
+    if sentence.endswith('")') and '("' not in sentence:
+        sentence = sentence[:-2]  # the end of what it stood in: ArgumentValidation("...")
     return sentence if len(sentence) <= _MAX_CHARS else sentence[: _MAX_CHARS - 1] + "…"

@@ -20,7 +20,7 @@ class SglangLog(LogReader):
     TITLE = "SGLang"
     HINT = re.compile(r"KV [Cc]ache|max_total_num_tokens|ServerArgs|Mamba Cache|max_total_tokens")
     SIGN = re.compile(
-        r"\bsglang\b|mem[-_]fraction[-_]static|#(?:running|queue)-req|\bmax_total_num_tokens=|KV Cache is allocated|[0-9] (?:DP[0-9]+ )?TP[0-9]+\]"
+        r"\bsglang\b|SGLANG_|derived context_length|mem[-_]fraction[-_]static|#(?:running|queue)-req|\bmax_total_num_tokens=|KV Cache is allocated|[0-9] (?:DP[0-9]+ )?TP[0-9]+\]"
     )
     VERSION = re.compile(r"\bsglang[ =v]{1,12}([0-9]+\.[0-9][\w.]{0,20})", re.IGNORECASE)
     START = "server_args=ServerArgs("

@@ -27,7 +27,8 @@ class VllmLog(LogReader):
         r"blocks|KV cache|max.model.len|LLM engine|Maximum concurrency|args: |gpu_memory_utilization|kv.cache|block size", re.IGNORECASE
     )
     SIGN = re.compile(
-        r"\bvllm\b|EngineCore|[Gg]pu.memory.utilization|GPU memory utilization|reqs, (?:Waiting|Swapped|Deferred)\b|# ?\w{1,20} blocks: [0-9]"
+        r"\bv(?:llm|LLM)\b|EngineCore|\(APIServer pid=|max_num_(?:batched_tokens|seqs) \(|argument --block-size|Bfloat16 is only supported on GPUs"
+        r"|attention heads \([0-9]+\) must be|[Gg]pu.memory.utilization|GPU memory utilization|reqs, (?:Waiting|Swapped|Deferred)\b|# ?\w{1,20} blocks: [0-9]"
         r"|max seq len \([0-9]|Available memory on node [0-9]|HiSparse|for the cache blocks|No common block size|Error in memory profiling",
     )
     VERSION = re.compile(r"(?:LLM engine \(v|vLLM API server version |vLLM version )([0-9][\w.+]{0,30})")
