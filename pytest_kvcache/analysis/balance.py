@@ -76,7 +76,7 @@ class Idling:
     @property
     def text(self) -> str:
         """The fact in one phrase."""
-        return f"requests waited on {self.waits} while {self.idles} idled, for {self.seconds:.1f} s ({self.share:.0%} of the load)"
+        return f"requests waited on {self.waits} while {self.idles} idled, for {self.seconds:.1f} s ({self.share * 100:.0f} % of the load)"
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ class CardLedger:
         pool, expected = _show(self.pool.value), _show(self.expected_pool)
         if not self.squeezed.number():
             return f"{self.name}: the pool of {pool} is what share and weights leave ({expected})"
-        why = "; ".join(self.reasons) or "nothing that was measured or stated says why"
-        return f"{self.name}: the pool is {pool} of the {expected} that share and weights leave: squeezed by {_show(self.squeezed)} because {why}"
+        why = "; ".join(self.reasons) or "what was neither measured nor stated"
+        return f"{self.name}: the pool is {pool} of the {expected} that share and weights leave: squeezed by {_show(self.squeezed)} because of {why}"
 
 
 def reconcile(facts: Facts) -> CardLedger:
@@ -321,22 +321,24 @@ def _with_reasons(ledger: CardLedger, facts: Facts) -> CardLedger:
         return _replaced(ledger, (), tuple(notes))
     causes: list[tuple[float, str]] = []
     if facts.by_hand:
-        causes.append((float("inf"), f"the pool was set by hand ({facts.by_hand})"))
+        causes.append((float("inf"), f"a pool that was set by hand ({facts.by_hand})"))
     allowed = stated.get("pool_allowed")
     if isinstance(allowed, Reading) and ledger.pool.bytes is not None and allowed.number() - ledger.pool.bytes > _ROUNDING:
         gap = allowed.number() - ledger.pool.bytes
-        causes.append((gap, f"another worker has room for {units.show(gap, 'bytes')} less, and all hold as many blocks"))
-    causes += [(part.bytes or 0.0, f"{part.title} takes {_show(part.value)}") for part in ledger.details]
-    if not ledger.details and ledger.rest.bytes:
-        causes.append((ledger.rest.bytes, f"{ledger.rest.title} take {_show(ledger.rest.value)}"))
+        causes.append((gap, f"another worker that has room for {units.show(gap, 'bytes')} less, while all hold as many blocks"))
+    causes += [(part.bytes or 0.0, f"{part.title} {_show(part.value)}") for part in ledger.details]
+    named = sum(part.bytes or 0.0 for part in ledger.details)
+    if ledger.rest.bytes and ledger.rest.bytes - named > _ROUNDING:
+        further = f"further {ledger.rest.title}" if ledger.details else ledger.rest.title
+        causes.append((ledger.rest.bytes - named, f"{further} {units.show(ledger.rest.bytes - named, 'bytes')}"))
     left = ledger.squeezed.number() - sum(size for size, _ in causes)
     # what others hold beside the share costs the pool nothing: they count only for what nothing else explains
     others = ledger.others.bytes or held_before
     if left > _ROUNDING and others:
-        causes.append((min(left, others), f"other processes hold {units.show(others, 'bytes')}"))
+        causes.append((min(left, others), f"other processes {units.show(others, 'bytes')}"))
         left -= min(left, others)
     if left > max(_ROUNDING, 0.05 * ledger.squeezed.number()):
-        causes.append((left, f"{units.show(left, 'bytes')} are not explained by the log or by the card"))
+        causes.append((left, f"{units.show(left, 'bytes')} that neither log nor card explains"))
     causes.sort(key=lambda cause: -cause[0])
     return _replaced(ledger, tuple(text for size, text in causes if size > _ROUNDING / 6), tuple(notes))
 

@@ -177,7 +177,7 @@ def _beside(best: Variant, first: Variant) -> str:
         ("CPU time", best.cpu, first.cpu),
     ):
         share = _share(mine, before)
-        parts.append(f"{title} {share:.0%} of it" if share is not None else f"{title} not known")
+        parts.append(f"{title} {share * 100:.0f} % of it" if share is not None else f"{title} not known")
     return ", ".join(parts)
 
 

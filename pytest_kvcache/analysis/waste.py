@@ -80,7 +80,9 @@ class WasteRow:
         """The row in one phrase."""
         if isinstance(self.share, Missing):
             return f"{self.scheme} {self.detail}: {self.share.reason}".replace("  ", " ")
-        return f"{self.scheme} {self.detail}: {self.payload:,} of {self.reserved:,} tokens are payload, {self.share.number():.0%}".replace(" :", ":")
+        return f"{self.scheme} {self.detail}: {self.payload:,} of {self.reserved:,} tokens are payload, {self.share.number() * 100:.0f} %".replace(
+            " :", ":"
+        )
 
 
 def lengths(source: Iterable[int] | Mapping[int, int], name: str = "") -> Lengths:

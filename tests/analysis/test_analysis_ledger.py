@@ -63,10 +63,10 @@ def test_the_articles_card_is_squeezed_and_22_gib_lie_idle() -> None:
     assert gib(ledger.idle_inside) == 22, "22 GiB are free, and the share would still allow 24 of them"
     assert by_name(ledger) == {"pool": 18, "weights": 14, "rest": 16, "others": 10, "free": 22}
     assert adds_up(ledger)
-    assert "squeezed by 40.00 GiB because" in ledger.text
-    assert "activation peak takes 9.00 GiB" in ledger.text
-    assert "other processes hold 10.00 GiB" in ledger.text
-    assert "18.00 GiB are not explained" in ledger.text
+    assert "squeezed by 40.00 GiB because of" in ledger.text
+    assert "activation peak 9.00 GiB" in ledger.text
+    assert "other processes 10.00 GiB" in ledger.text
+    assert "14.00 GiB that neither log nor card explains" in ledger.text
 
 
 def test_memory_outside_the_share_is_idle_however_full_the_pool() -> None:
@@ -88,7 +88,7 @@ def test_the_whole_equation_of_one_log_line_balances() -> None:
     )
     (ledger,) = log_ledgers(read_memory(text))
     assert gib(ledger.squeezed) == 1.81
-    assert ledger.reasons == ("activation peak takes 1.72 GiB", "context and libraries takes 92.16 MiB")
+    assert ledger.reasons == ("activation peak 1.72 GiB", "context and libraries 92.16 MiB")
     assert isinstance(ledger.over_budget, Reading)
     assert ledger.over_budget.number() == 0
     assert adds_up(ledger)
@@ -121,7 +121,7 @@ def test_no_available_memory_asks_for_the_profile_line() -> None:
     facts = Facts("GPU 0", GPU, stated={**sizes(total=80, weights=16, utilization=0.4), "pool": Reading(0.0, "bytes", "no block")})
     ledger = reconcile(facts)
     assert gib(ledger.squeezed) == 16
-    assert "16.00 GiB are not explained by the log or by the card" in ledger.reasons
+    assert "16.00 GiB that neither log nor card explains" in ledger.reasons
 
 
 def test_the_smaller_rank_is_the_reason_and_the_larger_ones_room_lies_idle() -> None:
@@ -134,7 +134,7 @@ def test_the_smaller_rank_is_the_reason_and_the_larger_ones_room_lies_idle() -> 
     first, second = log_ledgers(read_memory(text))
     assert gib(first.pool.value) == gib(second.pool.value) == 7.46
     facts = Facts("GPU 0", GPU, stated={**sizes(total=23.08, utilization=0.98), **{k: v.to_value() for k, v in read_memory(text)[0].parts.items()}})
-    assert "another worker has room for 1.23 GiB less, and all hold as many blocks" in reconcile(facts).reasons
+    assert "another worker that has room for 1.23 GiB less, while all hold as many blocks" in reconcile(facts).reasons
 
 
 def test_what_the_driver_does_not_attribute_is_a_part_of_its_own() -> None:
@@ -175,7 +175,7 @@ def test_a_pool_set_by_hand_is_said_so() -> None:
     facts = Facts(
         "GPU 0", GPU, measured=sizes(total=80, used=30, free=50), stated=sizes(pool=12, weights=14, utilization=0.9), by_hand="to 12.00 GiB"
     )
-    assert reconcile(facts).reasons[0] == "the pool was set by hand (to 12.00 GiB)"
+    assert reconcile(facts).reasons[0] == "a pool that was set by hand (to 12.00 GiB)"
     assert gib(reconcile(facts).idle_outside) == 4, "46 of the 50 free GiB could still be taken within the share"
 
 

@@ -33,7 +33,7 @@ def test_sixteen_sequences_padded_to_the_longest_are_18_percent_payload() -> Non
     padded = _of(rows, "padded")
     assert (padded.payload, padded.reserved) == (5_888, 32_768)
     assert f"{_share(padded):.0%}" == "18%"
-    assert padded.text == "padded to the longest, 2,048: 5,888 of 32,768 tokens are payload, 18%"
+    assert padded.text == "padded to the longest, 2,048: 5,888 of 32,768 tokens are payload, 18 %"
     assert _share(_of(rows, "best 2 buckets")) == 1.0
     assert _of(rows, "best 2 buckets").buckets == (256, 2048)
 
