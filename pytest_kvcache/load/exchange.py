@@ -51,8 +51,8 @@ class Sender:
         session, target = self.session, self._target
         try:
             assert session.source is not None
-            output_tokens = target.output_tokens(plan.output)
-            prompt = session.source.make(plan.prompt, session.knobs.seed, key, before=plan.before)
+            prompt = session.source.make(plan.prompt, session.knobs.seed, key, before=plan.before, number=number)
+            output_tokens = target.output_tokens(prompt.output_tokens or plan.output)
             body = session.head(self.index, output_tokens) + prompt.json + target.body_tail
         except Exception:
             session.dropped()

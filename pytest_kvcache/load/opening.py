@@ -13,6 +13,7 @@ from pytest_kvcache.load import files
 from pytest_kvcache.load.arrivals import BURST, GAMMA, Stage, arrivals, parse_stages
 from pytest_kvcache.load.asking import choose_model
 from pytest_kvcache.load.client import Asker
+from pytest_kvcache.load.content import is_jsonl, make_source
 from pytest_kvcache.load.counting import TextCounter
 from pytest_kvcache.load.prepare import prepare
 from pytest_kvcache.load.prompts import PromptSource
@@ -76,7 +77,21 @@ def learn(session: LoadSession) -> None:
     for target in session.targets:
         target.request_headers()
     session.own_connections = [False] * len(session.targets)
-    session.source = PromptSource(session.prepared.vocabulary, session.nonce, chat=session.targets[0].api == "chat")
+    _make_source(session)
+
+
+def _make_source(session: LoadSession) -> None:
+    prepared, target = session.prepared, session.targets[0]
+    assert prepared is not None
+    chat = target.api == "chat"
+    if not session.knobs.content:
+        session.source = PromptSource(prepared.vocabulary, session.nonce, chat=chat)
+        return
+    path = files.locate(session.handed, session.knobs.content)
+    asker = Asker(target, min(session.knobs.request_timeout_s, PROBE_TIMEOUT_S))
+    session.source, notes = make_source(path, asker, target.model, prepared.vocabulary, session.nonce, chat=chat, max_model_len=session.max_model_len)
+    prepared.notes.extend(notes)
+    session.shares = session.shares or is_jsonl(path)
 
 
 def _shown_options(session: LoadSession) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class _Learner:
         text: Any = LEAD + "".join(" " + word for word in words)
         if self.target.api == "chat":
             text = [{"role": USER, "content": text}]
-        return self._probe(Prompt(msgspec.json.encode(text), 0, CALIBRATED, (), words)).prompt_tokens
+        return self._probe(Prompt(msgspec.json.encode(text), 0, CALIBRATED, (), lambda _: "")).prompt_tokens
 
     def _calibrated(self) -> Vocabulary | None:
         """Return words that are found to be one token each: groups of words whose cost is their number, halved where it is not."""
@@ -248,7 +248,7 @@ class _Learner:
     def _adds(self, vocabulary: Vocabulary, before: tuple[Part, ...]) -> int | None:
         prompt = self._source(vocabulary).make(vocabulary.overhead + 90, "probe", len(before), before[0].key, before=before)
         probe = self._once(prompt, self.ignore_eos, self.usage)
-        return probe.prompt_tokens - prompt.planned_tokens if probe.prompt_tokens is not None else None
+        return probe.prompt_tokens - (prompt.planned_tokens or 0) if probe.prompt_tokens is not None else None
 
     def _source(self, vocabulary: Vocabulary) -> PromptSource:
         return PromptSource(vocabulary, self.nonce, chat=self.target.api == "chat")

@@ -8,7 +8,7 @@ tokens per word (``estimated``, which is not exact). What the server adds (BOS, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -85,22 +85,23 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: ``json`` is the value in a request's body, ``planned_tokens`` what the server will count.
+    """One prompt: ``json`` is the value in a request's body, ``planned_tokens`` what the server will count, None where nobody counted.
 
-    ``messages`` holds role and word indexes of each message; one without a role where the API knows none.
+    ``messages`` holds the role of each message and the pieces that it is made of, as numbers; one without a role where the API
+    knows none. ``say`` turns the pieces of a message into text. ``output_tokens`` is set where the prompt itself asks for so many.
     """
 
     json: bytes
-    planned_tokens: int
+    planned_tokens: int | None
     source: str
-    messages: tuple[tuple[str, bytes], ...]
-    words: tuple[str, ...]
+    messages: tuple[tuple[str, tuple[bytes, ...]], ...]
+    say: Callable[[tuple[bytes, ...]], str]
+    output_tokens: int | None = None
 
     @property
     def text(self) -> str:
         """The prompt as text, messages one after the other; for token ids the words that they stand for."""
-        words, lead = self.words, "" if self.source == IDS else LEAD
-        return "\n".join(lead + "".join(f" {words[index]}" for index in indexes) for _, indexes in self.messages)
+        return "\n".join(self.say(pieces) for _, pieces in self.messages)
 
 
 class PromptSource:
@@ -122,21 +123,21 @@ class PromptSource:
         self._table = tuple(pieces[index % len(pieces)] for index in range(256))
         self._words = tuple(vocabulary.words[index % len(vocabulary.words)] for index in range(256))
 
-    def make(self, tokens: int, *parts: object, before: Sequence[Part] = ()) -> Prompt:
+    def make(self, tokens: int, *parts: object, before: Sequence[Part] = (), number: int = 0) -> Prompt:
         """Return a prompt that the server counts as ``tokens``; never fewer than one token more than it adds itself.
 
         ``before`` are pieces that others share, in order; what is left of ``tokens`` after them is this prompt's own. With
-        ``tokens`` 0 there is nothing of its own: the last piece is the last message.
+        ``tokens`` 0 there is nothing of its own: the last piece is the last message. ``number`` is that of the request.
         """
         vocabulary = self.vocabulary
         if before:
             return self._composed(tokens, parts, before)
         count = max(1, round((tokens - vocabulary.overhead) / vocabulary.tokens_per_word))
-        indexes = self._indexes(count, parts)
+        pieces = (self._indexes(count, parts),)
         planned = vocabulary.overhead + round(count * vocabulary.tokens_per_word)
         if self.chat:
-            return Prompt(b'[{"role":"user","content":' + self._value(indexes) + b"}]", planned, vocabulary.source, ((USER, indexes),), self._words)
-        return Prompt(self._value(indexes), planned, vocabulary.source, (("", indexes),), self._words)
+            return Prompt(b'[{"role":"user","content":' + self._value(pieces) + b"}]", planned, vocabulary.source, ((USER, pieces),), self.say)
+        return Prompt(self._value(pieces), planned, vocabulary.source, (("", pieces),), self.say)
 
     def whole(self, before: Sequence[Part]) -> int:
         """Return how many tokens the server will count for a prompt of these pieces alone."""
@@ -148,27 +149,27 @@ class PromptSource:
         vocabulary, rate = self.vocabulary, self.vocabulary.tokens_per_word
         pieces = [(part.role, self._indexes(max(1, round(part.tokens / rate)), ("part", part.key))) for part in before]
         added = vocabulary.overhead + (self._added(before) if self.chat else 0)
+        words = sum(len(indexes) for _, indexes in pieces)
         if tokens:
-            own = max(1, round((tokens - added) / rate) - sum(len(indexes) for _, indexes in pieces))
+            own = max(1, round((tokens - added) / rate) - words)
             pieces.append((USER, self._indexes(own, parts)))
-        messages: list[tuple[str, bytes]] = []
-        if self.chat:
-            carried = b""
-            for role, indexes in pieces:
-                if role == SYSTEM and vocabulary.system is None:
-                    carried += indexes
-                elif messages and messages[-1][0] == role:
-                    messages[-1] = (role, messages[-1][1] + indexes)
-                else:
-                    messages.append((role, carried + indexes))
-                    carried = b""
-        else:
-            messages = [("", b"".join(indexes for _, indexes in pieces))]
-        planned = added + round(sum(len(indexes) for _, indexes in messages) * rate)
-        if self.chat:
-            said = (b'{"role":"' + role.encode() + b'","content":' + self._value(indexes) + b"}" for role, indexes in messages)
-            return Prompt(b"[" + b",".join(said) + b"]", planned, vocabulary.source, tuple(messages), self._words)
-        return Prompt(self._value(messages[0][1]), planned, vocabulary.source, tuple(messages), self._words)
+            words += own
+        planned = added + round(words * rate)
+        if not self.chat:
+            whole = tuple(indexes for _, indexes in pieces)
+            return Prompt(self._value(whole), planned, vocabulary.source, (("", whole),), self.say)
+        messages: list[tuple[str, tuple[bytes, ...]]] = []
+        carried: tuple[bytes, ...] = ()
+        for role, indexes in pieces:
+            if role == SYSTEM and vocabulary.system is None:
+                carried = (*carried, indexes)
+            elif messages and messages[-1][0] == role:
+                messages[-1] = (role, (*messages[-1][1], indexes))
+            else:
+                messages.append((role, (*carried, indexes)))
+                carried = ()
+        said = (b'{"role":"' + role.encode() + b'","content":' + self._value(whole) + b"}" for role, whole in messages)
+        return Prompt(b"[" + b",".join(said) + b"]", planned, vocabulary.source, tuple(messages), self.say)
 
     def _added(self, before: Sequence[Part]) -> int:
         """Return what the chat template adds for the messages before the last."""
@@ -179,5 +180,12 @@ class PromptSource:
         key = "/".join((self.nonce, *map(str, parts)))
         return hashlib.shake_128(key.encode()).digest(count)
 
-    def _value(self, indexes: bytes) -> bytes:
+    def _value(self, pieces: tuple[bytes, ...]) -> bytes:
+        """Return the JSON of a message of these pieces."""
+        indexes = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return self._open + self._join.join(map(self._table.__getitem__, indexes)) + self._close
+
+    def say(self, pieces: tuple[bytes, ...]) -> str:
+        """Return the text of a message of these pieces."""
+        words, lead = self._words, "" if self.vocabulary.source == IDS else LEAD
+        return lead + "".join(f" {words[index]}" for indexes in pieces for index in indexes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 from collections import Counter
@@ -78,6 +79,32 @@ def test_lengths_are_exact_on_llamacpp(profile: str, api: str, llamacpp: Endpoin
         assert len({row.prompt_tokens for row in rows}) > 4
     if profile == "nearmax":
         assert {row.prompt_tokens for row in rows} == {CONTEXT - 16 - 8}
+
+
+def write_content(folder: Path) -> tuple[Path, Path]:
+    """A text with words that are several tokens each, and prompts of one's own."""
+    text = folder / "story.txt"
+    text.write_text(" ".join(f"The {number}th traveller's coat, \"ultramarine-{number}\", wasn't warm;" for number in range(900)))
+    own = folder / "own.jsonl"
+    own.write_text("".join(json.dumps({"prompt": f"Say {number} things about rivers, bridges & boats."}) + "\n" for number in range(4)))
+    return text, own
+
+
+def assert_content(endpoint: Endpoint, folder: Path) -> None:
+    text, own = write_content(folder)
+    for api in ("completions", "chat"):
+        target = dataclasses.replace(endpoint, api=api)
+        assert_exact(press(target, folder / f"text-{api}", "normal", content=str(text)), "ids" if api == "completions" else "tokenize")
+        assert_exact(press(target, folder / f"own-{api}", "normal", content=str(own)), "given", shared=True)
+
+
+def test_text_of_a_file_and_prompts_of_ones_own_are_counted_to_the_token_on_llamacpp(llamacpp: Endpoint, tmp_path: Path) -> None:
+    assert_content(llamacpp, tmp_path)
+
+
+@pytest.mark.vllm
+def test_text_of_a_file_and_prompts_of_ones_own_are_counted_to_the_token_on_vllm(vllm: Endpoint, tmp_path: Path) -> None:
+    assert_content(vllm, tmp_path)
 
 
 def test_a_prompt_over_the_limit_is_refused_by_llamacpp_under_its_name(llamacpp: Endpoint, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_prompts_differ_within_their_first_eight_tokens_by_number_seed_and_nonce
     for nonce in ("a", "b"):
         source = PromptSource(BY_IDS, nonce)
         for seed in (1, 2):
-            heads |= {source.make(8, seed, "lane", number).messages[0][1] for number in range(2000)}
+            heads |= {source.make(8, seed, "lane", number).messages[0][1][0] for number in range(2000)}
     assert len({tuple(WORDS_64[index % 64] for index in head) for head in heads}) == 8000
 
 
