@@ -32,7 +32,7 @@ def samples_of(dialect: Dialect, raw: RawState) -> Samples | None:
     told = raw.metrics if raw.metrics is not None else Samples({}, frozenset())
     # What other dialects wanted, or what only remarks look at, must not tell parts apart.
     rows = {name: rows for name, rows in told.rows.items() if name in dialect.read_names}
-    return Samples({**rows, **made}, told.names | made.keys(), told.bad_lines)
+    return Samples({**rows, **made}, told.names | made.keys(), told.bad_lines, told.in_blocks)
 
 
 class View:

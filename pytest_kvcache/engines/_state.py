@@ -22,12 +22,14 @@ class Sample(NamedTuple):
 class Samples:
     """A parsed exposition. ``rows`` holds the wanted series by name as spelled there, ``names`` every name that was seen.
 
-    ``bad_lines`` are lines of wanted series that could not be read (bounded, cleaned).
+    ``bad_lines`` are lines of wanted series that could not be read (bounded, cleaned). ``in_blocks`` are names whose HELP text says that
+    they count blocks where later versions count tokens.
     """
 
     rows: Mapping[str, Sequence[Sample]]
     names: frozenset[str]
     bad_lines: tuple[str, ...] = ()
+    in_blocks: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -222,6 +222,22 @@ QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_tot
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits")
 
 
+def _prefix_queries(view: View) -> Value:
+    return _in_tokens(view, "prefix_queries", Series(QUERIES))
+
+
+def _prefix_hits(view: View) -> Value:
+    return _in_tokens(view, "prefix_hits", Series(HITS))
+
+
+def _in_tokens(view: View, name: str, series: Series) -> Value:
+    """A prefix counter in tokens: releases whose HELP text speaks of blocks count those (0.8)."""
+    told, size = view.apply(series, name), view.value("block_size")
+    if isinstance(told, Missing) or view.samples is None or told.source.removesuffix("_total") not in view.samples.in_blocks:
+        return told
+    return size if isinstance(size, Missing) else view.reading(name, told.number() * size.number(), f"{told.source} (in blocks) x {size.source}")
+
+
 def _finished(*reasons: str) -> Series:
     return Series(_SUCCESS, where={_REASON: reasons} if reasons else {}, over=_REASON)
 
@@ -328,8 +344,8 @@ DIALECT = Dialect(
         "rejections": Series(
             ("vllm:admission_rejections_total", "vllm:admission_rejections"), over=("reason",), hint="needs vLLM 0.31 or newer and a queue limit"
         ),
-        "prefix_queries": Series(QUERIES),
-        "prefix_hits": Series(HITS),
+        "prefix_queries": Derived(f"{Series(QUERIES).describe()} (0.8 counts blocks: x block_size)", _prefix_queries, QUERIES),
+        "prefix_hits": Derived(f"{Series(HITS).describe()} (0.8 counts blocks: x block_size)", _prefix_hits, HITS),
         "prompt_tokens": Series(("vllm:prompt_tokens_total", "vllm:prompt_tokens")),
         "generation_tokens": Series(("vllm:generation_tokens_total", "vllm:generation_tokens")),
         "finished": _finished(),

@@ -25,6 +25,8 @@ _LINE = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _LABEL = re.compile(r"""[ \t]*+([a-zA-Z_][a-zA-Z0-9_.]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"[ \t]*+(,|\Z)""", re.DOTALL)
+# vLLM 0.8 says in its HELP texts that its prefix counters count blocks; later versions have "tokens" there.
+_IN_BLOCKS = ("queried blocks.", "cached blocks.", "queried blocks.\r", "cached blocks.\r")
 _ESCAPE = re.compile(r'\\([\\n"])')
 _ESCAPED = {"\\": "\\", "n": "\n", '"': '"'}
 
@@ -40,10 +42,13 @@ def parse_samples(text: str | bytes, wanted: Collection[str] | None = None) -> S
     rows: dict[str, list[Sample]] = {}
     names: set[str] = set()
     bad: list[str] = []
+    in_blocks: set[str] = set()
     count = 0
     # Only \n ends a line here: str.splitlines would also cut at characters that a label may hold.
     for line in text.split("\n"):
         if not line or line[0] == "#":
+            if line.endswith(_IN_BLOCKS) and len(words := line.split(None, 3)) == 4 and words[1] == "HELP":
+                in_blocks.add(words[2].removesuffix("_total"))
             continue
         at = line.find("{")
         if at < 0:
@@ -77,7 +82,7 @@ def parse_samples(text: str | bytes, wanted: Collection[str] | None = None) -> S
                 bad.append(f"more than {MOST_ROWS} rows: the rest was not read")
                 break
             rows.setdefault(name, []).append(Sample(labels, value))
-    return Samples(rows, frozenset(names if len(names) <= _MOST_NAMES else sorted(names)[:_MOST_NAMES]), tuple(bad))
+    return Samples(rows, frozenset(names if len(names) <= _MOST_NAMES else sorted(names)[:_MOST_NAMES]), tuple(bad), frozenset(in_blocks))
 
 
 def _name_of(line: str) -> str:

@@ -21,6 +21,7 @@ from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.observe.joining import join_samples, telling_servers_apart
 from pytest_kvcache.observe.pasted import MOST_BYTES, Pasted, body_paths, error_of, sort_text
 from pytest_kvcache.observe.prometheus import Fleet
+from pytest_kvcache.observe.size_notes import size_notes
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 from pytest_kvcache.records import GpuRow
 from pytest_kvcache.server.causes import diagnose
@@ -28,6 +29,7 @@ from pytest_kvcache.server.redaction import redact
 from pytest_kvcache.server.startlog import READERS, StartLog, read_log, starts_of
 from pytest_kvcache.server.startlogs.ledger import memory_notes
 from pytest_kvcache.server.startlogs.live import live_values
+from pytest_kvcache.server.startlogs.trend import trend_notes
 
 _TAIL = 2 << 20
 _MOST_FILES = 64
@@ -134,6 +136,7 @@ def inspect(
     for name, value in found.quantities.items():
         if isinstance(value, Missing):
             found.quantities[name] = Missing("; ".join(dict.fromkeys(value.reason.split("; "))), value.cannot_happen)
+    found.notes += size_notes(found.quantities, found.engine, dialect is not None and dialect.idle_cached_is_free is False)
     found.notes = list(dict.fromkeys(found.notes))  # a scrape and a log may both say it
     told = [value for value in found.quantities.values() if isinstance(value, Reading)]
     if not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
@@ -157,7 +160,7 @@ def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], ca
             cards.setdefault(family, []).extend(samples.rows[family])
         rest = {name: rows for name, rows in samples.rows.items() if name not in DCGM_FAMILIES}
         if rest or not DCGM_FAMILIES & samples.names:
-            parts.append((part.name, Samples(rest, samples.names, samples.bad_lines)))
+            parts.append((part.name, Samples(rest, samples.names, samples.bad_lines, samples.in_blocks)))
     if cards:
         rows = read_dcgm(Samples(cards, frozenset(cards)))
         if isinstance(rows, Missing):
@@ -257,8 +260,8 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
         for name, value in values.items():
             if isinstance(found.quantities[name], Missing):
                 found.quantities[name] = value
-        found.notes += notes
         pool, used = found.quantities["pool_tokens"], values.get("used_tokens")
+        found.notes += [*notes, *trend_notes(text, pool.number() if isinstance(pool, Reading) else None)]
         if isinstance(used, Reading) and isinstance(pool, Reading) and isinstance(found.quantities["free_tokens"], Missing):
             free = int(pool.number() - used.number())
             found.quantities["free_tokens"] = (

@@ -29,7 +29,7 @@ def join_samples(parts: Sequence[tuple[str, Samples]], *, always: bool = False) 
             rows.setdefault(series, []).extend(labelled)
         names |= samples.names
         bad += samples.bad_lines
-    return Samples(rows, frozenset(names), tuple(bad[:5]))
+    return Samples(rows, frozenset(names), tuple(bad[:5]), frozenset[str]().union(*(samples.in_blocks for _, samples in parts)))
 
 
 def telling_servers_apart(dialect: Dialect, *labels: str) -> Dialect:
