@@ -33,5 +33,6 @@ class MultiTurn(KvUser):
             said = (*said, Part(question, f"{self.lane} {draw.number} question {turn}"))
             if turn and limit and self.whole(said) + self.output_tokens > limit:
                 return
-            yield Plan(0, self.output_tokens, before=said, think_s=draw.exponential(self.think_s))
+            talk = (f"{self.lane} {draw.number}", sum(part.tokens for part in said))
+            yield Plan(0, self.output_tokens, before=said, think_s=draw.exponential(self.think_s), shared=talk)
             said = (*said, Part(self.output_tokens, f"{self.lane} {draw.number} answer {turn}", ASSISTANT))

@@ -26,4 +26,4 @@ class SharedPrefix(KvUser):
             question = max(1, min(question, limit - output - 8))
             shared = max(1, min(shared, limit - output - question - 8))
         system = Part(shared, f"system {draw.number % max(1, self.option('prompts'))}", SYSTEM)
-        return Plan(shared + question, output, before=(system,))
+        return Plan(shared + question, output, before=(system,), shared=(system.key, shared))

@@ -1,4 +1,4 @@
-"""The HTTP client of the load: geventhttpclient, one connection a user, no redirects, TLS verified, no gzip.
+"""The HTTP client of the load: geventhttpclient, one connection a user, no redirects, TLS verified, gzip not asked for.
 
 Only the load process imports this. A streamed body is taken as it comes from the socket, whole reads at a time: the
 library's own readline copies each line and knows no limit of its length.
@@ -7,6 +7,7 @@ library's own readline copies each line and knows no limit of its length.
 from __future__ import annotations
 
 import ssl
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from time import monotonic
@@ -30,6 +31,8 @@ WHOLE_BODY_LIMIT = 32 * 2**20
 STREAM_LIMIT = 2**30
 CONNECT_TIMEOUT_S = 10.0
 AFTER_DONE_S = 2.0
+UNPACKED_LIMIT = 16 * 2**20
+PACKINGS = frozenset({"gzip", "x-gzip", "deflate"})
 
 FAILURES = (OSError, HTTPParseError, RuntimeError, ValueError)
 
@@ -83,7 +86,43 @@ def headers_of(response: Any) -> dict[str, str]:
     return {str(name).lower(): str(value) for name, value in response.items()}
 
 
-def pump(response: Any, stream: Stream) -> None:
+class Unpacker:
+    """Unpacks a body that a proxy packed unasked (gzip, deflate), block by block as it comes."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(wbits=47)
+        self._first = True
+
+    def __call__(self, block: bytes) -> bytes:
+        """Return what a block adds, at most 16 MiB. Raises ValueError where it cannot be unpacked or grows beyond that."""
+        try:
+            plain = self._zlib.decompress(block, UNPACKED_LIMIT)
+        except zlib.error as error:
+            if not self._first:
+                raise ValueError(f"the packed answer cannot be read: {error}") from None
+            # deflate without its header, as some servers send it
+            self._zlib = zlib.decompressobj(wbits=-15)
+            try:
+                plain = self._zlib.decompress(block, UNPACKED_LIMIT)
+            except zlib.error:
+                raise ValueError(f"the packed answer cannot be read: {error}") from None
+        self._first = False
+        if self._zlib.unconsumed_tail:
+            raise ValueError("the packed answer grows beyond all bounds")
+        return plain
+
+
+def unpacker(response: Any) -> Unpacker | None:
+    """Return what unpacks the body of an answer, None where it is not packed. Raises ValueError for a packing that we do not know."""
+    packing = str(response.get("content-encoding") or "identity").strip().lower()
+    if packing == "identity":
+        return None
+    if packing in PACKINGS:
+        return Unpacker()
+    raise ValueError(f"the answer is packed ({packing[:20]}) though nobody asked for that")
+
+
+def pump(response: Any, stream: Stream, unpack: Unpacker | None = None) -> None:
     """Feed a stream from the response until its body ends; after [DONE] at most two seconds more.
 
     Raises OSError or HTTPParseError where the connection breaks, ValueError where an event or the stream grows beyond all bounds.
@@ -94,7 +133,7 @@ def pump(response: Any, stream: Stream) -> None:
         if buffer:
             block = bytes(buffer)
             buffer.clear()
-            take(block, monotonic())
+            take(block if unpack is None else unpack(block), monotonic())
             if stream.done and not response.message_complete:
                 _end_politely(response)
                 return

@@ -10,7 +10,7 @@ from gevent import GreenletExit
 from geventhttpclient.response import HTTPConnectionClosed
 
 from pytest_kvcache.load import contract
-from pytest_kvcache.load.client import FAILURES, connect, headers_of, pump, read_body
+from pytest_kvcache.load.client import FAILURES, connect, headers_of, pump, read_body, unpacker
 from pytest_kvcache.load.numbers import tell
 from pytest_kvcache.load.plans import Plan
 from pytest_kvcache.load.rejections import classify
@@ -108,6 +108,8 @@ class Sender:
                 error=error_text,
                 retry_after_s=retry_after_s,
                 length_source=prompt.source,
+                prefix_id="" if plan.shared is None else plan.shared[0],
+                prefix_tokens=None if plan.shared is None else plan.shared[1] + session.source.front,
                 prompt=prompt.text if session.knobs.keep_text else None,
                 answer=stream.answer,
             )
@@ -144,17 +146,20 @@ class Sender:
 
     def _read(self, response: Any, status: int, stream: Stream, planned: int) -> tuple[str, str, float | None]:
         kind = str(response.get("content-type") or "")
-        packed = str(response.get("content-encoding") or "identity")
-        if status == 200 and packed != "identity":
+        try:
+            unpack = unpacker(response)
+        except ValueError as unknown:
             response.release()
-            return contract.SERVER_ERROR, f"the answer is packed ({packed[:20]}) though nobody asked for that: its times mean nothing", None
+            return contract.SERVER_ERROR, str(unknown), None
         prepared = self.session.prepared
         expects_usage = prepared is not None and prepared.expects_usage
         if status == 200 and "event-stream" in kind:
-            pump(response, stream)
+            pump(response, stream, unpack)
             stream.finish(monotonic())
             return stream.outcome(planned, expects_usage)
         body = read_body(response)
+        if unpack is not None:
+            body = unpack(body)
         if status == 200:
             if stream.take_whole(body):
                 outcome, error, wait_s = stream.outcome(planned, expects_usage=False)

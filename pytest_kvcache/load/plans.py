@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     ``before`` is all of it.
 
     ``lane`` names it in reports where one user class has several lanes; ``think_s`` is the pause after its answer, in place of
-    ``--kv-think-s``.
+    ``--kv-think-s``. ``shared`` names a text that other prompts begin with too, and how many tokens of ``before`` are of it.
     """
 
     prompt: int
@@ -33,3 +33,4 @@ class Plan(NamedTuple):
     lane: str = ""
     before: tuple[Part, ...] = ()
     think_s: float | None = None
+    shared: tuple[str, int] | None = None

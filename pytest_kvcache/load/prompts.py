@@ -139,6 +139,11 @@ class PromptSource:
             return Prompt(b'[{"role":"user","content":' + self._value(pieces) + b"}]", planned, vocabulary.source, ((USER, pieces),), self.say)
         return Prompt(self._value(pieces), planned, vocabulary.source, (("", pieces),), self.say)
 
+    @property
+    def front(self) -> int:
+        """How many tokens the server puts before the first of a prompt's own, as far as is known: with the chat API that is not."""
+        return 0 if self.chat else self.vocabulary.overhead
+
     def whole(self, before: Sequence[Part]) -> int:
         """Return how many tokens the server will count for a prompt of these pieces alone."""
         rate = self.vocabulary.tokens_per_word

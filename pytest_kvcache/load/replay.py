@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.load import files
@@ -10,7 +10,7 @@ from pytest_kvcache.load.contract import ProfileOption
 from pytest_kvcache.load.opening import text_counter
 from pytest_kvcache.load.plans import ASSISTANT
 from pytest_kvcache.load.session import LoadSession
-from pytest_kvcache.load.traces import FORMATS, Recorded, Trace, read_trace
+from pytest_kvcache.load.traces import FORMATS, Recorded, Trace, common_blocks, read_trace
 from pytest_kvcache.load.users import Draw, KvUser, Part, Plan
 
 OPTIONS = (
@@ -32,6 +32,7 @@ class Replay(KvUser):
     shares = True
     _trace: Trace | None = None
     _cap = 0
+    _common: Mapping[int | str, int] = {}
 
     @classmethod
     def schedule(cls, session: LoadSession) -> Callable[[], Iterator[float]] | None:
@@ -49,6 +50,7 @@ class Replay(KvUser):
             block=options["trace_block"],
             count=text_counter(session),
         )
+        cls._common = common_blocks(trace)
         cls._trace, cls._cap = trace, options["trace_cap"] or session.max_model_len or 0
         limit = session.max_model_len
         cls._cap = min(cls._cap, limit) if limit else cls._cap
@@ -84,9 +86,12 @@ class Replay(KvUser):
         if one.hash_ids:
             blocks = self._blocks(one, trace.block, text)
             rest = text - sum(part.tokens for part in blocks)
-            yield Plan(prompt if rest > 0 else 0, output, before=blocks)
+            root = one.hash_ids[0]
+            shared = (f"block {root}", sum(part.tokens for part in blocks[: self._common[root]]))
+            yield Plan(prompt if rest > 0 else 0, output, before=blocks, shared=shared)
         elif one.prefix is not None and min(one.prefix[1], text - 1) > 0:
-            yield Plan(prompt, output, before=(Part(min(one.prefix[1], text - 1), f"prefix {one.prefix[0]}"),))
+            part = Part(min(one.prefix[1], text - 1), f"prefix {one.prefix[0]}")
+            yield Plan(prompt, output, before=(part,), shared=(part.key, part.tokens))
         else:
             yield Plan(prompt, output)
 
@@ -110,5 +115,5 @@ class Replay(KvUser):
                 prompt, answer = self._cut(Recorded(None, self.whole(said), answer))  # noqa: PLW2901
                 yield Plan(prompt, answer)
                 return
-            yield Plan(0, answer, before=said)
+            yield Plan(0, answer, before=said, shared=(f"{self.lane} {draw.number}", sum(part.tokens for part in said)))
             said = (*said, Part(answer, f"{self.lane} {draw.number} answer {turn}", ASSISTANT))

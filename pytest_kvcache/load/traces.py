@@ -289,6 +289,17 @@ def _block_of(requests: Iterable[Recorded]) -> int:
     return next((size for size in _BLOCKS if known and all(-(-prompt // size) == ids for prompt, ids in known)), 0)
 
 
+def common_blocks(trace: Trace) -> dict[int | str, int]:
+    """Return how many leading blocks all requests share that begin with a block, by the id of that block."""
+    seen: dict[int | str, tuple[int | str, ...]] = {}
+    for one in trace.requests:
+        if one.hash_ids:
+            known = seen.get(one.hash_ids[0], one.hash_ids)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, one.hash_ids, strict=False)))
+            seen[one.hash_ids[0]] = known[:same]
+    return {root: len(ids) for root, ids in seen.items()}
+
+
 def span_of(options: Mapping[str, Any]) -> float:
     """Return how long the window lasts that a load with these options replays, in seconds; 0 where the trace has no times."""
     try:

@@ -89,7 +89,7 @@ def test_mixed_traffic_reports_its_long_share_as_a_lane_of_its_own(tmp_path: Pat
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_shared_prefix_is_shared_by_its_users_and_by_nobody_else(tmp_path: Path, api: str) -> None:
     with ScriptedServer() as server:
-        _, sent = press(server, tmp_path, "sharedprefix", api=api, requests=20, prompts=2, prefix_tokens=200, question_tokens=40)
+        rows, sent = press(server, tmp_path, "sharedprefix", api=api, requests=20, prompts=2, prefix_tokens=200, question_tokens=40)
     if api == "chat":
         assert {tuple(message["role"] for message in body["messages"]) for body in sent} == {("system", "user")}
         prefixes = Counter(body["messages"][0]["content"] for body in sent)
@@ -98,6 +98,7 @@ def test_a_shared_prefix_is_shared_by_its_users_and_by_nobody_else(tmp_path: Pat
         prefixes = Counter(tuple(body["prompt"][:200]) for body in sent)
         questions = {str(body["prompt"][200:]) for body in sent}
     assert sorted(prefixes.values()) == [10, 10]
+    assert Counter((row.prefix_id, row.prefix_tokens) for row in rows) == {("system 0", 200): 10, ("system 1", 200): 10}
     assert len(questions) == 20
     assert len({prefix[:16] for prefix in prefixes}) == 2
     start = read_load(tmp_path / "requests.jsonl").start

@@ -135,6 +135,7 @@ def test_a_trace_is_replayed_at_its_times_and_lengths_and_ends_with_its_last_ans
     assert [(row.prompt_tokens, row.completion_tokens) for row in rows] == [(one.prompt, one.output) for one in trace.requests]
     assert [row.intended_s - rows[0].intended_s for row in rows] == pytest.approx([one.at_s for one in trace.requests], abs=1e-4)
     assert len({tuple(prompt[:64]) for prompt in sent}) == 1
+    assert {(row.prefix_id, row.prefix_tokens) for row in rows} == {("block 1", 64)}
     assert len({tuple(prompt[64:80]) for prompt in sent}) == len(sent)
     load = read_load(result.rows_path)
     assert load.reason == contract.BY_REQUESTS

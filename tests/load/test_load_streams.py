@@ -1,0 +1,139 @@
+"""Answers of proxies and broken servers, byte by byte: each is a row with the right name, and nothing is sent again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_answers import Handler
+from scripted_server import ScriptedServer
+
+from pytest_kvcache.load import contract
+from pytest_kvcache.load.contract import read_rows
+from pytest_kvcache.load.runner import run_load
+from pytest_kvcache.records import RequestRow
+from pytest_kvcache.server.address import parse_endpoint
+from pytest_kvcache.settings import Settings
+
+Step = bytes | float | str
+
+
+def chunk(text: str | None = None, **more: Any) -> bytes:
+    choices = [{"index": 0, "text": text, "finish_reason": more.pop("finish", None)}] if text is not None else []
+    return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
+
+
+WORDS = [chunk(f" w{at}") for at in range(3)]
+USAGE = chunk(" w3", finish="length") + chunk(usage={"prompt_tokens": 64, "completion_tokens": 4})
+DONE = b"data: [DONE]\n\n"
+WHOLE = b"".join(WORDS) + USAGE + DONE
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
+NGINX = b"<html>\r\n<head><title>%s</title></head>\r\n<body><center><h1>%s</h1></center><hr><center>nginx/1.25.3</center></body></html>\r\n"
+
+
+def answer(status: bytes, body: bytes, *headers: bytes) -> list[Step]:
+    head = b"".join(line + b"\r\n" for line in (b"Content-Length: %d" % len(body), b"Connection: close", *headers))
+    return [b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n" + body]
+
+
+class RawServer(ScriptedServer):
+    """Answers the preparation as the scripted server does, and every request of the load with ``steps``: bytes, pauses, ``reset``."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        super().__init__()
+        self.asked = 0
+        owner, bound = self, self.http.RequestHandlerClass
+
+        class Raw(bound):  # type: ignore[misc,valid-type]
+            def _generate(self, body: Any, *, chat: bool) -> None:
+                prompt = body.get("prompt")
+                if not isinstance(prompt, list) or len(prompt) in (19, 47):
+                    super()._generate(body, chat=chat)
+                    return
+                owner.asked += 1
+                owner.play(self, steps)
+
+        self.http.RequestHandlerClass = Raw
+
+    @staticmethod
+    def play(handler: Handler, steps: Sequence[Step]) -> None:
+        handler.close_connection = True
+        for step in steps:
+            if isinstance(step, float):
+                time.sleep(step)
+            elif isinstance(step, str):
+                handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                handler.connection.close()
+                return
+            else:
+                handler.wfile.write(step)
+                handler.wfile.flush()
+
+
+def press(steps: Sequence[Step], folder: Path, *, timeout_s: float = 20.0) -> tuple[RequestRow, int]:
+    server = RawServer(steps)
+    with server:
+        options = {"requests": 1, "histogram": "64:1", "stop_timeout_s": 2}
+        endpoint = parse_endpoint(server.url, Settings())
+        result = run_load([endpoint], "normal", folder, users=1, output_tokens=4, request_timeout_s=timeout_s, options=options)
+        asked = server.asked
+    (row,) = read_rows(result.rows_path)
+    return row, asked
+
+
+PACKED = gzip.compress(WHOLE)
+CASES: dict[str, tuple[list[Step], str, str]] = {
+    "whole": ([STREAM + b"\r\n" + WHOLE], contract.OK, ""),
+    "gzip": ([STREAM + b"Content-Encoding: gzip\r\n\r\n" + PACKED[:40], 0.05, PACKED[40:]], contract.OK, ""),
+    "deflate": ([STREAM + b"Content-Encoding: deflate\r\n\r\n" + zlib.compress(WHOLE)], contract.OK, ""),
+    "deflate without header": ([STREAM + b"Content-Encoding: deflate\r\n\r\n" + zlib.compress(WHOLE)[2:-4]], contract.OK, ""),
+    "brotli": ([STREAM + b"Content-Encoding: br\r\n\r\n" + b"\x0b\x02"], contract.SERVER_ERROR, "packed (br)"),
+    "broken gzip": ([STREAM + b"Content-Encoding: gzip\r\n\r\n" + b"nonsense that is no gzip at all"], contract.RESET, "cannot be read"),
+    "gzip error": (answer(b"503 Busy", gzip.compress(b'{"error":{"message":"The request queue is full."}}'), b"Content-Encoding: gzip"), contract.QUEUE_FULL, "queue is full"),
+    "200 and nothing": (answer(b"200 OK", b"", b"Content-Type: text/event-stream"), contract.TRUNCATED, "without any token"),
+    "200 and silence": ([STREAM + b"\r\n", 4.0], contract.TIMEOUT, "no end within"),
+    "stall that does not end": ([STREAM + b"\r\n" + WORDS[0], 4.0], contract.TIMEOUT, "no end within"),
+    "reset": ([STREAM + b"\r\n" + WORDS[0], 0.05, "reset"], contract.RESET, "reset"),
+    "reset after the end": ([STREAM + b"\r\n" + WHOLE[: -len(DONE)], 0.05, "reset"], contract.OK, ""),
+    "cut in the middle": ([STREAM + b"Content-Length: 100000\r\n\r\n" + WORDS[0]], contract.TRUNCATED, "Incomplete response"),
+    "no DONE and no usage": ([STREAM + b"\r\n" + b"".join(WORDS)], contract.TRUNCATED, "without finish_reason"),
+    "frame": ([STREAM + b"\r\n" + WORDS[0] + b'data: {"error":{"message":"The engine is currently busy","code":503}}\n\n' + DONE], contract.QUEUE_FULL, "busy"),
+    "bare frame": ([STREAM + b"\r\n" + b'{"error":{"code":400,"message":"request (6009 tokens) exceeds the available context size (4096 tokens)","type":"exceed_context_size_error"}}'], contract.OVER_LENGTH, "6009"),
+    "nginx 502": (answer(b"502 Bad Gateway", NGINX % (b"502 Bad Gateway", b"502 Bad Gateway"), b"Content-Type: text/html"), contract.SERVER_ERROR, "nginx"),
+    "nginx 504": (answer(b"504 Gateway Time-out", NGINX % (b"504 Gateway Time-out", b"504 Gateway Time-out")), contract.TIMEOUT, "nginx"),
+    "nginx 413": (answer(b"413 Request Entity Too Large", NGINX % (b"413 Request Entity Too Large", b"413")), contract.OVER_LENGTH, "413"),
+    "envoy": (answer(b"503 Service Unavailable", b"upstream connect error", b"x-envoy-overloaded: true"), contract.QUEUE_FULL, "upstream"),
+    "envoy overflow": (answer(b"503 Service Unavailable", b"upstream connect error or disconnect/reset before headers. reset reason: overflow"), contract.QUEUE_FULL, "overflow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_has_its_name_and_is_asked_for_once(name: str, tmp_path: Path) -> None:
+    steps, outcome, shown = CASES[name]
+    row, asked = press(steps, tmp_path, timeout_s=1.0 if "4.0" in repr(steps) else 20.0)
+    assert (row.outcome, asked) == (outcome, 1), row
+    assert shown in row.error
+    if outcome == contract.OK:
+        assert (row.completion_tokens, row.chunks, row.prompt_tokens) == (4, 4, 64)
+
+
+def test_a_stall_is_the_longest_gap_and_says_when_it_began(tmp_path: Path) -> None:
+    row, _ = press([STREAM + b"\r\n" + WORDS[0], 0.05, WORDS[1], 0.6, WORDS[2] + USAGE + DONE], tmp_path)
+    assert row.outcome == contract.OK
+    assert row.longest_gap_s == pytest.approx(0.6, abs=0.1)
+    assert row.first_token_s is not None
+    assert row.longest_gap_at_s is not None
+    assert row.longest_gap_at_s - row.first_token_s == pytest.approx(0.05, abs=0.04)
+
+
+def test_retry_after_is_recorded_and_not_obeyed(tmp_path: Path) -> None:
+    row, asked = press(answer(b"429 Too Many Requests", b'{"error":"slow down"}', b"Retry-After: 7"), tmp_path)
+    assert (row.outcome, row.retry_after_s, asked) == (contract.RATE_LIMITED, 7.0, 1)
