@@ -86,7 +86,7 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
         layers, queries = _decoder(fields)
     context = _context(fields, raw)
     architectures = raw.get("architectures") if isinstance(raw.get("architectures"), list) else []
-    notes: list[str] = []
+    notes = [f"{key} was stated and decides nothing for this model" for key in fields.unused if key != "model_type"]
     if family in families.EXPANDED:
         notes.append("K and V of every head are kept, as vLLM, transformers and llama.cpp do; a latent would be smaller")
     return Architecture(
@@ -172,6 +172,8 @@ def _attention(fields: Fields, widths: Widths, kind: str, index: int, *, cross: 
 
 def _latent(fields: Fields, kinds: list[str]) -> Layer | None:
     known = families.is_known(fields.family)
+    if fields.has("use_mla") and not fields.flag("use_mla"):
+        return None
     if fields.family in families.LATENT or (not known and fields.has("kv_lora_rank")):
         indexed = "indexed" in kinds or (fields.has("index_head_dim") and fields.has("index_topk"))
         found = latent_layer(fields, indexed=indexed)

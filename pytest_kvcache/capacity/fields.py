@@ -51,6 +51,12 @@ class Fields:
         self._defaults = defaults or {}
         self._assume = {key: _parsed(text) for key, text in (assume or {}).items()}
         self.assumptions: list[str] = []
+        self._used: set[str] = set()
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """What the user stated and no rule asked for."""
+        return tuple(key for key in self._assume if key not in self._used)
 
     def has(self, *keys: str) -> bool:
         """Whether the file or the user states one of the keys, with a value."""
@@ -120,6 +126,7 @@ class Fields:
 
     def _stated(self, key: str) -> Any:
         if key in self._assume:
+            self._used.add(key)
             self._say(f"{key} = {_short(self._assume[key])}, stated by the user")
             return self._assume[key]
         return self.raw.get(key)

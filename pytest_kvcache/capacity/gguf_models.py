@@ -45,6 +45,7 @@ def from_keys(keys: Mapping[str, Any], name: str, assume: Mapping[str, str]) -> 
     if not 0 < count <= MAX_LAYERS:
         raise UsageError(f"{count} layers", where=name)
     layers, notes = _layers(fields, count)
+    notes += [f"{key} was stated and decides nothing for this model" for key in fields.unused]
     queries = _per_layer(fields, "attention.head_count", count) or [0]
     return Architecture(
         model_type=family,

@@ -118,7 +118,9 @@ def _block_size(architecture: Architecture, shape: EngineShape, length: int) -> 
         return shape.block_size, []
     if shape.platform == "cpu":
         return CPU_BLOCK, []
-    return (GPU_LATENT_BLOCK if architecture.latent else GPU_BLOCK), []
+    if architecture.latent:
+        return GPU_LATENT_BLOCK, [f"blocks of {GPU_LATENT_BLOCK} tokens, as FlashMLA takes them; other latent kernels take 16, 32 or 128"]
+    return GPU_BLOCK, []
 
 
 def _caches(

@@ -15,7 +15,7 @@ from pytest_kvcache.errors import UsageError
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "num_query_heads")
 KV_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "kv_n_heads", "num_key_value_heads_per_layer", "num_query_groups")
 HEAD_SIZES = ("head_dim", "attention_head_dim", "kv_channels", "d_kv", "hidden_size_per_head", "head_size", "d_head")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "model_dim")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "model_dim", "dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _kv_heads(fields: Fields, queries: list[int], count: int) -> list[int]:
     blocks = fields.listed("block_configs")
     if blocks:
         return _from_blocks(fields, blocks, max(queries), count)
-    if family == "falcon" and not fields.flag("new_decoder_architecture") and fields.flag("multi_query"):
+    if family == "falcon" and not _new_falcon(fields) and fields.flag("multi_query"):
         return [1] * count
     if family == "gpt_bigcode" or (not families.is_known(family) and fields.flag("multi_query")):
         return [1] * count if fields.flag("multi_query") else queries
@@ -103,6 +103,11 @@ def _kv_heads(fields: Fields, queries: list[int], count: int) -> list[int]:
         fields.assumptions.append("one KV head for each query head: the configuration states none")
         return queries
     raise fields.missing("num_key_value_heads", why="an unknown family may share KV heads or not")
+
+
+def _new_falcon(fields: Fields) -> bool:
+    """The first files of Falcon-40B have no flag for its architecture: their code knew it by its width."""
+    return fields.flag("new_decoder_architecture") or (fields.has("n_head_kv") and fields.whole("hidden_size") == 8192)
 
 
 def _from_group(inside: Mapping[str, Any], queries: list[int], count: int, family: str) -> list[int]:

@@ -38,6 +38,8 @@ FIELD_CASES = {
     "I01 mistral-small-24b": ({"model_type": "mistral", "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 5120, "head_dim": 128, "sliding_window": None}, 163840, 0, None),
     "I04 max_window_layers = layers": (_config("qwen2", use_sliding_window=True, sliding_window=1024, max_window_layers=4, num_key_value_heads=2), 4 * 2 * 2 * 64 * 2, 0, None),
     "I05 falcon-40b": ({"model_type": "falcon", "num_hidden_layers": 60, "num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8, "multi_query": True, "new_decoder_architecture": True}, 122880, 0, None),
+    "I05 the first files of falcon-40b": ({"model_type": "RefinedWeb", "n_layer": 60, "n_head": 128, "hidden_size": 8192, "n_head_kv": 8, "multi_query": True}, 122880, 0, None),
+    "I05 the first files of falcon-7b": ({"model_type": "RefinedWebModel", "n_layer": 32, "n_head": 71, "hidden_size": 4544, "multi_query": True}, 8192, 0, None),
     "I08 gemma-4-12b": ({"model_type": "gemma4_text", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "head_dim": 256, "sliding_window": 1024}, 16384, 40 * 8 * 2 * 256 * 2, 1024),
     "I11 qwen3-30b-a3b": ({"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "hidden_size": 2048, "head_dim": 128}, 98304, 0, None),
     "I14 openelm-270m": ({"model_type": "openelm", "num_transformer_layers": 16, "num_query_heads": [12] * 16, "num_kv_heads": [3] * 5 + [4] * 7 + [5] * 4, "head_dim": 64, "model_dim": 1280}, 16128, 0, None),
@@ -186,6 +188,8 @@ def test_the_user_may_state_what_is_missing_and_it_is_carried() -> None:
     made = read_architecture(_config("acme"), assume={"num_key_value_heads": "2", "head_dim": "128"})
     assert growth(made).growth_bytes_per_token == 4 * 2 * 2 * 128 * 2
     assert "num_key_value_heads = 2, stated by the user" in made.assumptions
+    idle = read_architecture(_config("llama"), assume={"num_key_valu_heads": "2"})
+    assert idle.notes == ("num_key_valu_heads was stated and decides nothing for this model",)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,21 @@ def test_asynchronous_scheduling_charges_window_layers_for_two_batches() -> None
     assert lay_out(GEMMA, replace(shape, pp=2)).in_flight_tokens == 3 * 2048
 
 
+@pytest.mark.parametrize(("state", "block"), [("auto", 544), ("float32", 1056)])
+def test_i13_a_hybrids_block_grows_until_it_holds_a_state(state: str, block: int) -> None:
+    qwen = read_architecture({"model_type": "qwen3_next", "num_hidden_layers": 48, "torch_dtype": "bfloat16", "max_position_embeddings": 262144})
+    layout = lay_out(qwen, EngineShape(platform="gpu", state_dtype=state))
+    assert layout.block_size == block
+    assert [group.kind for group in layout.groups] == ["state"] * 3 + ["full"]
+    assert blocks_for(layout, 1) == 3 * 2 + 1
+    assert blocks_for(lay_out(qwen, EngineShape(platform="gpu", prefix_caching=False)), 1) == 3 + 1
+
+
+def test_a_hybrid_does_not_start_without_its_manager() -> None:
+    qwen = read_architecture({"model_type": "qwen3_next", "num_hidden_layers": 8})
+    assert "hybrid manager is off" in lay_out(qwen, EngineShape(hybrid=False)).refusal
+
+
 def test_a_live_window_request_holds_what_was_measured() -> None:
     """Figures of polls of a real vLLM: 1 full and 5 sliding groups, window 512, blocks of 32."""
     measured = Architecture(
