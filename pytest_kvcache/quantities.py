@@ -203,6 +203,10 @@ def _known() -> dict[str, Known]:
         "prefix.shared": Known(ratio, "", "share of our prompt tokens that a prompt before had"),
         "prefix.would_save": Known(tokens, "", "prompt tokens that a prefix cache could give, upper bound"),
         "prefix.unexplained_hits": Known(tokens, "lower", "prefix hits beyond what our prompts repeat"),
+        "client.lag_p99": Known(s, "lower", "lag of the load client from intended to sent start, p99"),
+        "client.loop_lag_p99": Known(s, "lower", "lag of the load client's event loop, p99"),
+        "client.cpu_share": Known(ratio, "lower", "CPU use of the busiest load process, of one core"),
+        "client.held": Known(requests, "lower", "arrivals that waited for the cap on requests in flight"),
         "quality.pass_rate": Known(ratio, "higher", "pass rate of the quality items"),
         "quality.items": Known("items", "", "quality items asked"),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvcache.analysis.client import read_client
 from pytest_kvcache.analysis.levels import Levels, Window
 from pytest_kvcache.analysis.payload import REFUSED, Payload
 from pytest_kvcache.analysis.requests import wrong_lengths
@@ -31,7 +32,7 @@ def gather(
     """Return the facts of one Run whose load was run."""
     import numpy as np
 
-    lag = rows.sent_s - rows.intended_s
+    client = read_client(rows, frame)
     fresh = max(2.5 / window.hz, 0.25) if window.hz else 1.0
     covered = [coverage(one.wall_s, window.since_s, window.until_s, fresh) for one in series]
     off, known, worst = wrong_lengths(rows)
@@ -46,11 +47,13 @@ def gather(
         due=_due(frame),
         users=_users(rows, frame),
         most_live=round(load.live.peak()[0]),
-        # the value at or below the 99th percentile: among few requests the percentile itself is all but the latest one, a single stall
-        lag_p99_s=float(np.quantile(lag, 0.99, method="lower")) if len(lag) else 0.0,
-        # in a short window the 99th percentile of the loop's lag is its maximum, so that one stall would look like steady lag
-        loop_lag_p99_s=max((end.lag_p99_s for end in frame.ends if end.lag_p99_s < end.lag_max_s), default=0.0),
-        loop_stall_s=max((end.lag_max_s for end in frame.ends), default=0.0),
+        lag_p99_s=client.lag_p99_s,
+        loop_lag_p99_s=client.loop_lag_p99_s,
+        loop_stall_s=client.loop_stall_s,
+        client_cpu_share=client.cpu_share,
+        client_cpu_warning=client.cpu_warning,
+        cap=client.cap,
+        held=client.held,
         window_s=window.until_s - window.since_s,
         ttft_p50_s=ttft_p50.number() if isinstance(ttft_p50, Reading) else 0.0,
         polled=record.sample_hz > 0,

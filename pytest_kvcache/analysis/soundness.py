@@ -25,7 +25,8 @@ class Limits:
     """What a sound measurement may show. Times in seconds; shares from 0 to 1.
 
     The client's own lag may be ``lag_s`` or ``lag_share`` of the median time to first token, whichever is more; a single stall of
-    its event loop may last ``stall_share`` of the window, or ``stall_s`` where that is more: it may lie beside a short window.
+    its event loop may last ``stall_share`` of the window, or ``stall_s`` where that is more: it may lie beside a short window. A load
+    process may use ``cpu_share`` of one core: from there on Locust itself warns that its times are no longer true.
     The clock of a load worker may be ``worker_clock_s`` off the master's, which is corrected, and uncertain by ``worker_clock_error_s``.
     """
 
@@ -33,6 +34,7 @@ class Limits:
     lag_share: float = 0.10
     stall_share: float = 0.25
     stall_s: float = 1.0
+    cpu_share: float = 0.9
     coverage: float = 0.80
     gap_s: float = 3.0
     foreign_share: float = 0.05
@@ -69,6 +71,10 @@ class Facts:
     lag_p99_s: float = 0.0
     loop_lag_p99_s: float = 0.0
     loop_stall_s: float = 0.0
+    client_cpu_share: float = 0.0
+    client_cpu_warning: bool = False
+    cap: int = 0
+    held: int = 0
     window_s: float = 0.0
     ttft_p50_s: float = 0.0
     polled: bool = True
@@ -118,20 +124,7 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
     if not facts.sent:
         yield Problem("no_requests", "no request was sent", "look at the load's stderr in the Run's folder")
         return
-    allowed = max(limits.lag_s, limits.lag_share * facts.ttft_p50_s)
-    lag, which = max((facts.lag_p99_s, "from the intended to the real start of a request"), (facts.loop_lag_p99_s, "of its event loop"))
-    if facts.loop_stall_s > max(allowed, limits.stall_share * facts.window_s, limits.stall_s):
-        yield Problem(
-            "client_bound",
-            f"the load client stood still for {units.show_seconds(facts.loop_stall_s)} of a window of {units.show_seconds(facts.window_s)}",
-            "a longer window (--kv-duration-s), or a machine of its own for the load",
-        )
-    elif lag > allowed:
-        yield Problem(
-            "client_bound",
-            f"the load client was late: its lag {which} was {units.show_seconds(lag)} (p99), and at most {units.show_seconds(allowed)} is sound",
-            "fewer users, more load processes (--kv-load-processes), or a machine of its own for the load",
-        )
+    yield from _client(facts, limits)
     yield from _achieved(facts, limits)
     fewest = min(limits.requests, facts.asked) if facts.asked else limits.requests
     for lane, sent in facts.lane_sent.items():
@@ -160,6 +153,37 @@ def _load(facts: Facts, limits: Limits) -> Iterator[Problem]:
             "let the clock be slewed and not stepped while a measurement runs, keep the machine awake, and measure again",
         )
     yield from _worker_clocks(facts, limits)
+
+
+def _client(facts: Facts, limits: Limits) -> Iterator[Problem]:
+    """Yield what shows that the load client itself was the bottleneck."""
+    allowed = max(limits.lag_s, limits.lag_share * facts.ttft_p50_s)
+    lag, which = max((facts.lag_p99_s, "from the intended to the real start of a request"), (facts.loop_lag_p99_s, "of its event loop"))
+    if facts.loop_stall_s > max(allowed, limits.stall_share * facts.window_s, limits.stall_s):
+        yield Problem(
+            "client_bound",
+            f"the load client stood still for {units.show_seconds(facts.loop_stall_s)} of a window of {units.show_seconds(facts.window_s)}",
+            "a longer window (--kv-duration-s), or a machine of its own for the load",
+        )
+    elif lag > allowed and facts.held and lag == facts.lag_p99_s:
+        yield Problem(
+            "capped",
+            f"{facts.held} arrivals waited up to {units.show_seconds(lag)} (p99) because {facts.cap} requests were in flight: the loop was not open",
+            "a higher cap (--kv-max-in-flight), or a lower rate: the server does not keep up with this one",
+        )
+    elif lag > allowed:
+        yield Problem(
+            "client_bound",
+            f"the load client was late: its lag {which} was {units.show_seconds(lag)} (p99), and at most {units.show_seconds(allowed)} is sound",
+            "fewer users, more load processes (--kv-load-processes), or a machine of its own for the load",
+        )
+    elif facts.client_cpu_share > limits.cpu_share or facts.client_cpu_warning:
+        used = f"{facts.client_cpu_share * 100:.0f} %" if facts.client_cpu_share > limits.cpu_share else "more than 90 % for a while"
+        yield Problem(
+            "client_bound",
+            f"a load process was out of CPU: it used {used} of one core, so that its times are not those of the server",
+            "more load processes (--kv-load-processes), fewer users, or a machine of its own for the load",
+        )
 
 
 def _achieved(facts: Facts, limits: Limits) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache.analysis.accounting import Accounting, account
 from pytest_kvcache.analysis.balance import Balance, balance_values, no_balance, read_balance
 from pytest_kvcache.analysis.cards import ledger_values, read_ledgers, read_telemetry_memory
+from pytest_kvcache.analysis.client import client_values, read_client
 from pytest_kvcache.analysis.demand import Demand, demand, lanes_of
 from pytest_kvcache.analysis.facts import gather
 from pytest_kvcache.analysis.holding import footprint
@@ -149,6 +150,7 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     values.update(seen.values)
     until_s = _measured_until(run, window)
     values.update(request_values(rows, rows.endpoint >= 0, window.since_s, until_s))
+    values.update(client_values(read_client(rows, frame), rows))
     reached = lengths_of_rows(rows, REFUSED)
     values.update(waste_values(reached, values["block_size"]))
     memory = read_telemetry_memory(run)

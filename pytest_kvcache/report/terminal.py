@@ -72,8 +72,8 @@ def load_numbers(analysis: Analysis) -> str:
     return (
         f"{shown('requests.sent')} sent, {shown('requests.ok')} answered in full{ends}; "
         f"{shown('prompt_tokens')} in prompts, {shown('output_tokens')} generated, {shown('throughput')}\n"
-        f"time to first token {shown('ttft.p50')} (p95 {shown('ttft.p95')}), latency {shown('latency.p50')} (p95 {shown('latency.p95')}), "
-        f"longest gap {shown('gap.max')}"
+        f"time to first token {shown('ttft.p50')} (p95 {shown('ttft.p95')}), latency {shown('latency.p50')} (p95 {shown('latency.p95')}) "
+        f"from the intended start, {shown('latency_sent.p50')} (p95 {shown('latency_sent.p95')}) from sending, longest gap {shown('gap.max')}"
     )
 
 

@@ -12,6 +12,7 @@ from made_run import T0, MadeRun, closed_loop, refused, request, sample, snapsho
 
 from pytest_kvcache.analysis.soundness import Facts, Limits, problems
 from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow, TelemetryRow
 
 
@@ -152,3 +153,26 @@ def test_an_unknown_worker_does_not_hide_missing_rows(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines[:5] + lines[6:]))
     assert [problem.rule for problem in analyse(run).problems] == ["incomplete"]
     assert msgspec.json.decode(lines[0], type=LoadStart).profile == "normal"
+
+
+def test_a_load_process_out_of_cpu_is_client_bound_by_its_own_count_or_by_locusts_warning(tmp_path: Path) -> None:
+    run = MadeRun(end=LoadEnd(T0 + 4, rows=16, reason="duration", cpu_s=3.9, ran_s=4.0)).write(tmp_path / "1-normal")
+    analysis = analyse(run)
+    assert [(problem.rule, "98 % of one core" in problem.text) for problem in analysis.problems] == [("client_bound", True)]
+    share = analysis.values["client.cpu_share"]
+    assert isinstance(share, Reading)
+    assert share.value == pytest.approx(0.975)
+    warned = MadeRun(notes=[LoadNote(T0 + 1, "cpu warning", values={"percent": 95.0})]).write(tmp_path / "2-normal")
+    assert [problem.rule for problem in analyse(warned).problems] == ["client_bound"]
+    calm = MadeRun(end=LoadEnd(T0 + 4, rows=16, reason="duration", cpu_s=2.0, ran_s=4.0)).write(tmp_path / "3-normal")
+    assert analyse(calm).problems == []
+
+
+def test_arrivals_that_wait_for_the_cap_are_named_as_that_and_not_as_a_late_client(tmp_path: Path) -> None:
+    note = LoadNote(T0 + 4, "in-flight cap", values={"cap": 4, "held": 9, "longest_wait_s": 0.6})
+    analysis = analyse(MadeRun(rows=late(ROWS, 0.6), notes=[note]).write(tmp_path / "1-normal"))
+    assert [problem.rule for problem in analysis.problems] == ["capped"]
+    assert "9 arrivals waited" in analysis.problems[0].text
+    held = analysis.values["client.held"]
+    assert isinstance(held, Reading)
+    assert held.value == 9
