@@ -65,7 +65,7 @@ def wheel(session: nox.Session) -> None:
 def benchmarks(session: nox.Session) -> None:
     """Run the benchmarks whose numbers docs/benchmarks.md holds."""
     session.install("-e", ".[dev]")
-    for name in ("startup", "scrape_parse", "client_cpu"):
+    for name in ("startup", "scrape_parse", "client_cpu", "operating_curve"):
         session.run("python", f"benchmarks/{name}.py")
 
 
