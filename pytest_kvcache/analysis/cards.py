@@ -35,6 +35,7 @@ _PARTS = (
     "consumed",
 )
 _NO_SHARE = frozenset({"llamacpp"})
+_OF_FREE = "sglang"
 _WORDS = 4 << 20
 
 
@@ -128,6 +129,7 @@ def log_ledgers(start: Sequence[StartMemory], engine: str = "") -> list[CardLedg
                 stated=stated_of(worker),
                 by_hand=by_hand_of(worker, {}),
                 has_share=engine not in _NO_SHARE,
+                share_of_free=engine == _OF_FREE,
             )
         )
         for worker in workers
@@ -188,6 +190,7 @@ def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequ
                     stated,
                     by_hand=by_hand_of(worker, values) if stated.keys() & {"pool"} else "",
                     has_share=run.record.engine not in _NO_SHARE,
+                    share_of_free=run.record.engine == _OF_FREE,
                     wall_s=wall_s,
                     notes=(*notes, *_moved(memory.other_bytes.get(key))),
                 )

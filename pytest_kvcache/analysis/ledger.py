@@ -48,6 +48,7 @@ class Facts:
 
     ``measured`` knows total, used, free, reserved, server, others; ``stated`` knows pool, weights, activation, graphs, workspace, context,
     budget, utilization, total, free_at_start, pool_allowed, consumed. ``by_hand`` says how the pool's size was set, "" where the engine chose.
+    ``share_of_free``: the utilization is a share of what was free at the start (SGLang), and not of the card.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Facts:
     stated: Mapping[str, Value] = field(default_factory=dict)
     by_hand: str = ""
     has_share: bool = True
+    share_of_free: bool = False
     wall_s: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -250,9 +252,12 @@ def _share(stated: Mapping[str, Value], total: Part, facts: Facts) -> tuple[Valu
         return never, never
     if isinstance(budget, Reading):
         return utilization, budget
-    if isinstance(utilization, Missing) or total.bytes is None:
+    if isinstance(utilization, Missing) or (total.bytes is None and not (facts.share_of_free and isinstance(stated.get("free_at_start"), Reading))):
         return utilization, utilization if isinstance(utilization, Missing) else Missing("the size of the card is not known")
-    return utilization, Reading(utilization.number() * total.bytes, "bytes", f"{utilization.number():g} x the card's total")
+    free = stated.get("free_at_start")
+    if facts.share_of_free and isinstance(free, Reading):
+        return utilization, Reading(utilization.number() * free.number(), "bytes", f"{utilization.number():g} x what was free at the start")
+    return utilization, Reading(utilization.number() * (total.bytes or 0.0), "bytes", f"{utilization.number():g} x the card's total")
 
 
 def _less(budget: Value, part: Part, source: str) -> Value:
@@ -314,6 +319,11 @@ def _with_reasons(ledger: CardLedger, facts: Facts) -> CardLedger:
     stated = facts.stated
     if isinstance(ledger.over_budget, Reading) and ledger.over_budget.number():
         notes.append(f"what the log states is {_show(ledger.over_budget)} over the share of the card ({_show(ledger.budget)})")
+    if isinstance(ledger.budget, Reading) and ledger.weights.bytes and ledger.weights.bytes > ledger.budget.number():
+        free = stated.get("free_at_start")
+        whole = free.number() if facts.share_of_free and isinstance(free, Reading) else ledger.total.bytes
+        least = f": the share would have to be above {ledger.weights.bytes / whole:.3f}" if whole else ""
+        notes.append(f"the weights alone ({_show(ledger.weights.value)}) exceed the share of the card ({_show(ledger.budget)}){least}")
     held_before = _held_before(stated, ledger.total)
     if held_before:
         notes.append(f"{units.show(held_before, 'bytes')} of the card were in use before the server started")

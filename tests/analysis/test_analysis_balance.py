@@ -139,6 +139,19 @@ def test_one_card_at_72_and_the_other_at_41_gib_is_seen(tmp_path: Path) -> None:
     assert number(analysis.values["balance.gpu_memory_spread"]) == 31 * gib
 
 
+def test_the_last_pipeline_stage_is_seen_to_be_the_fullest(tmp_path: Path) -> None:
+    # field case G04: 61 layers over three nodes, and the last holds the head as well
+    gib = 1 << 30
+    cards = [GpuRow(0, f"GPU-{n}", "H800", 80 * gib, used * gib, (80 - used) * gib, host=f"node{n}") for n, used in enumerate((70, 73, 79))]
+    rows = closed_loop()
+    samples: list[TelemetryRow] = [sample(rows, T0 - 0.2 + i / 10) for i in range(44)]
+    samples[9] = msgspec.structs.replace(samples[9], gpus=cards)
+    spread = balance(analyse(MadeRun(rows=rows, samples=samples).write(tmp_path))).of("gpu.used_bytes", GPUS)
+    assert spread is not None
+    assert (spread.highest, spread.lowest) == ("node2 GPU 0 H800", "node0 GPU 0 H800")
+    assert number(spread.over_mean) == pytest.approx(79 / 74)
+
+
 def test_one_server_has_nothing_to_balance(tmp_path: Path) -> None:
     analysis = analyse(MadeRun().write(tmp_path))
     assert not gates.balanced([analysis]).applicable

@@ -195,6 +195,57 @@ def test_the_parts_add_up_whatever_is_known(measured: dict[str, int], stated: di
     assert ledger.text
 
 
+def test_a_longer_context_lost_five_gib_of_pool_to_the_profile_run_and_not_to_the_dtype() -> None:
+    # field case B04: the same model and card, 10.55 and then 5.59 GiB; what grew is the activation peak
+    ledgers = [
+        reconcile(Facts("GPU 0", GPU, stated=sizes(total=48, utilization=0.9, weights=29, pool=pool, activation=43.2 - 29 - pool)))
+        for pool in (10.55, 5.59)
+    ]
+    first, second = (gib(ledger.squeezed) for ledger in ledgers)
+    assert second - first == pytest.approx(4.96)
+    assert ledgers[1].reasons == ("activation peak 8.61 GiB",)
+
+
+def test_weights_beyond_the_share_say_which_share_would_hold_them() -> None:
+    # field case B08: an H200 of 140.4 GB, weights of 125.65 GB and 0.88 of it
+    text = (
+        "[2026-09-09 11:57:09] server_args=ServerArgs(model_path='m', mem_fraction_static=0.88, tp_size=1)\n"
+        "[2026-09-09 11:57:10 TP0] Load weight begin. avail mem=140.40 GB\n"
+        "[2026-09-09 11:57:17 TP0] Load weight end. type=M, dtype=torch.bfloat16, avail mem=14.75 GB, mem usage=125.65 GB.\n"
+    )
+    (ledger,) = log_ledgers(read_memory(text), "sglang")
+    assert gib(ledger.budget) == 123.55
+    assert gib(ledger.expected_pool) == 0
+    assert any("the share would have to be above 0.895" in note for note in ledger.notes)
+
+
+def test_sglangs_share_is_of_what_was_free_at_its_start() -> None:
+    text = "".join(
+        f"[2026-09-09 11:57:1{n} TP{n}] {line}\n"
+        for n in range(2)
+        for line in (
+            "Load weight begin. avail mem=70.00 GB",
+            "Load weight end. avail mem=30.00 GB, mem usage=40.00 GB.",
+            "KV Cache is allocated. #tokens: 9, KV size: 16.00 GB",
+        )
+    )
+    first, second = log_ledgers(read_memory("server_args=ServerArgs(mem_fraction_static=0.8)\n" + text), "sglang")
+    assert gib(first.budget) == gib(second.budget) == 56
+    # field case G07: a latent cache is whole on each card, and the figure of one rank is not divided by their number
+    assert gib(first.pool.value) == gib(second.pool.value) == 16
+    assert gib(first.squeezed) == 0
+
+
+def test_ranks_that_differ_by_half_a_percent_are_alike() -> None:
+    # field case G05: five sizes, the smallest counts, and 0.5 % is memory outside the framework
+    text = "".join(
+        f"(Worker_TP{n} pid={n}) Model loading took 84.0 GiB memory\n(Worker_TP{n} pid={n}) Available KV cache memory: {room} GiB\n"
+        for n, room in enumerate((7.20, 7.18, 7.17, 7.18, 7.17))
+    )
+    ledgers = log_ledgers(read_memory(text))
+    assert {gib(ledger.pool.value) for ledger in ledgers} == {7.17}
+
+
 # -- a Run ------------------------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ def test_the_worker_with_the_least_room_sizes_the_pool_of_all() -> None:
     # field case G02: 8.69 GiB here, 7.46 GiB there, and both hold 7.46
     workers = read_memory(
         "(VllmWorker rank=1 pid=12) INFO worker.py] Available KV cache memory: 7.46 GiB\n"
-        "(VllmWorker rank=0 pid=11) INFO worker.py] Available KV cache memory: 8.69 GiB\n".replace(" rank=", "")
+        "(VllmWorker rank=0 pid=11) INFO worker.py] Available KV cache memory: 8.69 GiB\n"
     )
     assert [(gib(worker, "pool_allowed"), gib(worker, "pool")) for worker in workers] == [(8.69, 7.46), (7.46, 7.46)]
     assert [worker.pid for worker in workers] == [11, 12]
@@ -102,6 +102,29 @@ def test_llamacpp_buffers_add_up_by_device() -> None:
 def test_tensorrt_states_bytes_of_the_pool() -> None:
     # field case A08
     assert read_memory("[TensorRT-LLM][INFO] Allocate 69524783104 bytes for k/v cache. \n")[0].parts["pool"].value == 69524783104.0
+
+
+def test_tensorrts_profile_tells_card_peak_and_room() -> None:
+    (worker,) = read_memory(
+        "[TRT-LLM] [I] Memory used after loading model weights (inside torch) in memory usage profiling: 80.10 GiB\n"
+        "[TRT-LLM] [I] Peak memory during memory usage profiling (torch + non-torch): 91.46 GiB, available KV cache memory when calculating max tokens:"
+        " 41.11 GiB, fraction is set 0.85, kv size is 35136. device total memory 139.81 GiB\n[MemUsageChange] Allocated 41.11 GiB for max tokens (524288)\n"
+    )
+    assert {name: gib(worker, name) for name in ("weights", "consumed", "total", "pool_allowed", "pool")} == {
+        "weights": 80.1, "consumed": 91.46, "total": 139.81, "pool_allowed": 41.11, "pool": 41.11,
+    }  # fmt: skip
+
+
+def test_a_debug_log_of_vllm_states_its_whole_profile() -> None:
+    (worker,) = read_memory(
+        "(EngineCore_DP0 pid=25) DEBUG [gpu_worker.py:285] Initial free memory: 23.2 GiB; Requested memory: 0.80 (util), 18.82 GiB\n"
+        "(EngineCore_DP0 pid=25) DEBUG [gpu_worker.py:297] Memory profiling takes 14.4 seconds. Total non KV cache memory: 10.22GiB; torch peak memory"
+        " increase: 1.40GiB; non-torch forward increase memory: 0.02GiB; weights memory: 8.80GiB.\n"
+        "(EngineCore_DP0 pid=25) INFO [gpu_worker.py:298] Available KV cache memory: 8.60 GiB\n"
+    )
+    assert {name: gib(worker, name) for name in ("free_at_start", "budget", "activation", "context", "weights", "pool")} == {
+        "free_at_start": 23.2, "budget": 18.82, "activation": 1.4, "context": 0.02, "weights": 8.8, "pool": 8.6,
+    }  # fmt: skip
 
 
 def test_the_last_start_of_a_log_counts() -> None:

@@ -2,7 +2,7 @@
 
 Sources: vLLM 0.32 ``v1/worker/gpu_worker.py``, ``gpu_model_runner.py`` and ``utils/mem_utils.py``, V0's ``worker/worker.py``; SGLang 0.5
 ``model_executor/model_runner.py``; llama.cpp b11434 ``src/llama-model.cpp``, ``llama-kv-cache.cpp`` and ``llama-context.cpp``;
-TensorRT-LLM ``kvCacheManager.cpp``. All of them divide by 2^30 (2^20) and some print "GB" all the same.
+TensorRT-LLM ``kvCacheManager.cpp`` and ``_torch/pyexecutor/_util.py``. All of them divide by 2^30 (2^20) and some print "GB" all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GIB, _MIB = float(1 << 30), float(1 << 20)
 _MOST_WORKERS = 4096
 _HINT = re.compile(r"GiB|GB|MiB|bytes|emory|CUDA KV cache|LLM engine|server_args=", re.IGNORECASE)
 _START = re.compile(r"Initializing an? [^\n]{0,80}LLM engine |server_args=ServerArgs\(|vLLM API server version ")
-_WORKER = re.compile(r"\(((?:Vllm)?(?:Ray)?Worker[\w ]{0,60}?|EngineCore(?:_DP[0-9]{1,5})?)(?:,? ?pid=([0-9]{1,9}))?(?:, ip=[0-9a-fA-F.:]{1,45})?\)")
+_WORKER = re.compile(r"\(((?:Vllm)?(?:Ray)?Worker[\w =]{0,60}?|EngineCore(?:_DP[0-9]{1,5})?)(?:,? ?pid=([0-9]{1,9}))?(?:, ip=[0-9a-fA-F.:]{1,45})?\)")
 _RANK = re.compile(r"^\W{0,3}[0-9-]{8,10} [0-9:.,]{5,16}((?: [A-Z]{2,5}[0-9]{1,4}){1,6})\]")
 
 # Part, pattern and the size of its unit; the first group is the figure.
@@ -37,6 +37,11 @@ _ONE: tuple[tuple[str, re.Pattern[str], float], ...] = (
     ("context", re.compile(rf"\bnon_torch_memory takes {FLOAT} ?GiB"), _GIB),
     ("context", re.compile(rf"\b{FLOAT} GiB for non-torch memory"), _GIB),
     ("context", re.compile(rf"\bnon_torch_memory={FLOAT} ?GiB"), _GIB),
+    ("context", re.compile(rf"\bnon-torch forward increase memory: {FLOAT} ?GiB"), _GIB),
+    ("weights", re.compile(rf"model weights \(inside torch\) in memory usage profiling: {FLOAT} GiB"), _GIB),
+    ("consumed", re.compile(rf"Peak memory during memory usage profiling \(torch \+ non-torch\): {FLOAT} GiB"), _GIB),
+    ("total", re.compile(rf"\bdevice total memory {FLOAT} GiB"), _GIB),
+    ("pool_allowed", re.compile(rf"available KV cache memory when calculating max tokens: {FLOAT} GiB"), _GIB),
     ("graphs", re.compile(rf"\b{FLOAT} GiB for CUDAGraph memory"), _GIB),
     ("graphs", re.compile(rf"Graph capturing finished in [0-9.]{{1,12}} secs, took {FLOAT} GiB"), _GIB),
     ("graphs", re.compile(rf"CUDA graph pool memory: {FLOAT} GiB \(actual\)"), _GIB),
@@ -66,7 +71,7 @@ _ONE: tuple[tuple[str, re.Pattern[str], float], ...] = (
     ("pool", re.compile(r"Current kv cache memory in use is ([0-9]{1,18}) bytes"), 1.0),
     ("pool", re.compile(rf"Current kv cache memory in use is {FLOAT} GiB"), _GIB),
     ("pool", re.compile(rf"(?:Explicitly|Auto) set \({FLOAT}/[0-9.]{{1,20}}\)+ GiB for KV cache"), _GIB),
-    ("pool", re.compile(rf"\[MemUsageChange\] Allocated {FLOAT} GiB for max tokens in paged KV cache"), _GIB),
+    ("pool", re.compile(rf"\[MemUsageChange\] Allocated {FLOAT} GiB for max tokens\b"), _GIB),
     ("pool", re.compile(r"Allocate ([0-9]{1,18}) bytes for k/v cache"), 1.0),
     ("pool_allowed", re.compile(rf"\bAvailable KV cache memory: {FLOAT} GiB"), _GIB),
     ("pool_allowed", re.compile(rf"reserved for KV Cache is {FLOAT} ?GiB", re.IGNORECASE), _GIB),
@@ -180,9 +185,12 @@ def _device(name: str) -> str:
 
 def _settle(workers: dict[str, _Worker]) -> None:
     """Fill in what several lines tell together: the pool in use, and the context where only weights and it are known together."""
+    common = workers[""].parts.get("utilization") if len(workers) > 1 and "" in workers else None
     allowed = [worker.parts["pool_allowed"] for worker in workers.values() if "pool_allowed" in worker.parts]
     for worker in workers.values():
         parts = worker.parts
+        if common is not None:
+            parts.setdefault("utilization", common)  # the arguments are printed once for all ranks
         if "pool" not in parts and allowed:
             least = min(allowed)
             parts["pool"] = least
