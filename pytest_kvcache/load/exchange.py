@@ -13,7 +13,7 @@ from pytest_kvcache.load import contract
 from pytest_kvcache.load.client import FAILURES, connect, headers_of, pump, read_body, unpacker
 from pytest_kvcache.load.numbers import tell
 from pytest_kvcache.load.plans import Plan
-from pytest_kvcache.load.rejections import classify
+from pytest_kvcache.load.rejections import classify, said_lengths
 from pytest_kvcache.load.session import LoadSession
 from pytest_kvcache.load.sse import Stream
 from pytest_kvcache.records import RequestRow
@@ -116,10 +116,21 @@ class Sender:
         )
         if leaving is not None:
             raise leaving
+        if outcome == contract.OVER_LENGTH:
+            self._compare_limit(error_text, output_tokens)
         failed = contract.is_rejection(outcome)
         failure = (f"{outcome} (HTTP {status})" if status else outcome) if failed else ""
         tell(session.environment, lane, f"{target.path} {lane}", failure, sent_s, end_s, stream)
         return Ended(outcome, end_s, failed)
+
+    def _compare_limit(self, error: str, output_tokens: int) -> None:
+        """Note once that the server refuses by another limit than lengths were planned by: then the plan is wrong, not the server."""
+        session = self.session
+        said, planned = said_lengths(error).limit, session.max_model_len
+        if said is None or planned is None or session.limit_told or said in (planned, planned - output_tokens):
+            return
+        session.limit_told = True
+        session.note("limit", f"the server says that its limit is {said} tokens, and lengths were planned for {planned}: see --kv-max-model-len")
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""

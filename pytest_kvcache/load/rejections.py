@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,8 +41,36 @@ _HTML = re.compile(rb"\s*<(?:!doctype|html|head|\?xml)", re.IGNORECASE)
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title>|<h1[^>]*>(.*?)</h1>", re.IGNORECASE | re.DOTALL)
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 
+# The numbers that refusals of the same engines state. Newer vLLM prints its limit less the tokens asked for in some of them.
+_LIMIT = re.compile(
+    r"(?:maximum context length is|max_model_len=|context length \(|allowed length \(|context size \(|must be <=|max_num_tokens \()\s*(\d+)"
+)
+_PROMPT = re.compile(
+    r"(?:\(|contains at least |contains |request has |input \(|Input length \(|request \(|Given: |prompt length \()"
+    r"(\d+)(?:\.0)?(?=\)| in the messages| in the prompt| input tokens| tokens\)| `inputs`)"
+)
+_OUTPUT = re.compile(r"(\d+)(?= in the completion)|(?:too large: |max_tokens=|max_new_tokens=)(\d+)|(\d+)(?= `max_new_tokens`)")
+
 _TIMEOUT_STATUS = frozenset({408, 504, 522, 524})
 _AUTH_STATUS = frozenset({401, 403, 407})
+
+
+class Said(NamedTuple):
+    """What a refusal says of lengths, in tokens: the longest, the prompt's, and what was asked for; None where it does not say."""
+
+    limit: int | None
+    prompt: int | None
+    output: int | None
+
+
+def said_lengths(text: str) -> Said:
+    """Return the lengths that the text of an ``over_length`` refusal states."""
+
+    def first(pattern: re.Pattern[str]) -> int | None:
+        found = pattern.search(text)
+        return int(next(group for group in found.groups() if group)) if found else None
+
+    return Said(first(_LIMIT), first(_PROMPT), first(_OUTPUT))
 
 
 def clean_text(text: str, limit: int = ERROR_TEXT_LIMIT) -> str:

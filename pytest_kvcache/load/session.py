@@ -93,6 +93,7 @@ class LoadSession:
         self.cut_off = 0
         self.own_connections: list[bool] = []
         self.resent = 0
+        self.limit_told = False
         self._users = 0
         self._talks = 0
         self._notes = 0

@@ -63,7 +63,7 @@ LANES = [
 OPTIONS: dict[str, dict[str, object]] = {
     "sharedprefix": {"requests": 12, "prefix_tokens": 512, "prompts": 2},
     "multiturn": {"requests": 12, "think_s": 0.05, "turns": 4},
-    "prefillburst": {"requests": 6, "rate": 20, "burst_size": 3},
+    "prefillburst": {"requests": 6, "rate": 2, "burst_size": 2},
     "mixed": {"long_share": 0.5},
 }
 SHARED = {"sharedprefix", "multiturn"}

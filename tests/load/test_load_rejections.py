@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_kvcache.load import contract
-from pytest_kvcache.load.rejections import classify, clean_text, retry_after_s
+from pytest_kvcache.load.rejections import body_text, classify, clean_text, retry_after_s, said_lengths
 
 ERRORS = [json.loads(line) for line in (Path(__file__).parent / "errors.jsonl").read_text().splitlines()]
 EXPECTED = {
@@ -131,3 +131,19 @@ def test_nothing_that_a_server_says_breaks_the_classes(status: int, body: bytes,
     assert outcome in contract.REJECTIONS
     assert len(text) <= 500
     assert wait_s is None or wait_s >= 0
+
+
+SAID = {
+    ("vllm", "prompt_over_max_model_len"): (4096, 5001, None), ("vllm", "max_tokens_over_max_model_len"): (4096, None, 5000),
+    ("vllm", "max_tokens_too_large"): (32768, 1200, 32000), ("vllm", "prompt_plus_max_tokens_over"): (2048, 1699, 1024),
+    ("sglang", "prompt_over_context"): (8192, 12345, None), ("sglang", "prompt_over_kv_pool (max_req_input_len)"): (536826, 700001, None),
+    ("llamacpp", "prompt_over_slot_ctx"): (8192, 9000, None), ("tgi", "input_plus_new_over"): (4096, 4000, 200),
+    ("trtllm-serve", "prompt_over_max_num_tokens"): (32768, 38049, None), ("lmdeploy", "prompt_over_session_len"): (32768, 40000, None),
+    ("llm-d-inference-sim", "over_len"): (1024, 1000, 200),
+}  # fmt: skip
+
+
+def test_the_lengths_that_refusals_state_are_read() -> None:
+    found = {(case["engine"], case["case"]): said_lengths(body_text(json.dumps(case["body"]))[0]) for case in ERRORS if "body" in case}
+    assert {name: tuple(found[name]) for name in SAID} == SAID
+    assert tuple(found["tgi", "overloaded"]) == (None, None, None)
