@@ -31,7 +31,7 @@ class Margins:
     """How much worse a change may be: usage and free space as a share of the pool, the others as a share of their value before.
 
     ``rare`` is how high the rate of rejections or preemptions need not be excluded where none was seen. The 95th percentiles are judged
-    where a margin for them is given: of short windows they rest on few requests.
+    where a margin for them is given: of short windows they rest on few requests. ``reuse`` is how much of the prefix cache's hit rate may be lost.
     """
 
     usage: float = 0.02
@@ -42,6 +42,7 @@ class Margins:
     rare: float = stats.RARE
     ttft_p95: float | None = None
     latency_p95: float | None = None
+    reuse: float = 0.05
 
     @classmethod
     def of(cls, settings: Settings) -> Margins:
@@ -61,7 +62,15 @@ def not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margins: Ma
         _windows("throughput_not_worse", "throughput", before, after, margins.throughput, higher_is_worse=False, relative=True),
         _counts("rejections_not_worse", "rejections", before, after, margins),
         _counts("preemptions_not_worse", "preemptions", before, after, margins),
+        *_reuse(before, after, margins.reuse),
     ]
+
+
+def _reuse(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> list[GateRecord]:
+    """Return the gate on what the prefix cache gives, where the profile shares prefixes and the side before told: a cache that went off shows here."""
+    if not any(analysis.facts.sharing_meant for analysis in before) or isinstance(readings(before, "prefix.hit_rate"), Missing):
+        return []
+    return [_windows("prefix_reuse_not_worse", "prefix.hit_rate", before, after, margin, higher_is_worse=False, relative=False)]
 
 
 def _known(before: Sequence[Analysis], after: Sequence[Analysis], name: str) -> bool:
@@ -117,7 +126,7 @@ def _windows(
     found = stats.not_worse(left, right, margin, lower_is_better=higher_is_worse, relative=relative, paired=paired)
     old, new = _mean(left, unit), _mean(right, unit)
     amount = "ratio" if relative else unit
-    step = " of the pool" if unit == "ratio" else ""
+    step = " of the pool" if unit == "ratio" and quantity.startswith("usage") else ""
     allowed = units.show(margin, amount) + step
     direction = "higher" if higher_is_worse else "lower"
     text = f"{show(old)} before, {show(new)} after (means of {len(left)} and {len(right)} windows)"

@@ -12,6 +12,7 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.soundness import Problem
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import INCONCLUSIVE, INVALID, PASS
+from pytest_kvcache.judge import pools
 from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse, quality_not_worse
 from pytest_kvcache.judge.declared import check_declared
 from pytest_kvcache.judge.gates import worst
@@ -77,7 +78,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable)
-    return Comparison(gates, diff, verdict, [*notes, *limits], problems)
+    return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *limits], problems)
 
 
 def compare_quality(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:

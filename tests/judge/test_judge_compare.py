@@ -221,6 +221,18 @@ def test_blocks_of_two_sizes_are_compared_by_what_they_hold(side: Make) -> None:
     assert gate.after.value == pytest.approx(gate.before.value, rel=0.03)
 
 
+def test_a_prefix_cache_that_went_off_fails_where_prompts_share(side: Make) -> None:
+    def reused(hits: int) -> dict[str, Any]:
+        counted: dict[str, Any] = {"prefix_queries": 1600, "prefix_hits": hits}
+        return {"before": [snapshot(T0 - 1, prefix_queries=0)], "after": [snapshot(T0 + 5, **counted)], "record": {"options": {"shared_prefix": 64}}}
+
+    gates = by_name(compare(side(**reused(1000)), side(**reused(0))).gates)
+    assert gates["prefix_reuse_not_worse"].verdict == FAIL
+    assert "62.5 % before, 0.0 % after" in gates["prefix_reuse_not_worse"].text
+    assert by_name(compare(side(**reused(1000)), side(**reused(990))).gates)["prefix_reuse_not_worse"].verdict == PASS
+    assert "prefix_reuse_not_worse" not in by_name(compare(side(), side()).gates)
+
+
 def test_too_few_requests_without_an_event_decide_nothing(side: Make) -> None:
     gate = by_name(compare(side(2, length_s=1.5), side(2, length_s=1.5)).gates)["rejections_not_worse"]
     assert gate.verdict == INCONCLUSIVE

@@ -1,0 +1,58 @@
+"""Pools that changed in the field (facts of kinds e and f): what the figures mean, and what they must not be taken for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_kvcache.judge.pools import notes
+from pytest_kvcache.quantities import QUANTITIES, Reading
+from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, ValueRecord
+
+
+def stated(version: str = "1", **config: Any) -> RunRecord:
+    records = {name: ValueRecord.of(Reading(value, QUANTITIES[name].unit, "told")) for name, value in config.items()}
+    return RunRecord(SCHEMA_VERSION, id="r", profile="normal", engine="vllm", engine_version=version, config=records)
+
+
+def test_a_relabelled_pool_is_not_taken_for_more_memory() -> None:
+    # gpt-oss-120b: 9798 blocks printed as 78,384 tokens, then as 147,393
+    (note,) = notes(stated(pool_blocks=9798, pool_tokens=78_384), stated("2", pool_blocks=9798, pool_tokens=147_393))
+    assert "1.88 times the tokens in the same number of blocks" in note
+    assert "the memory is the same" in note
+
+
+def test_ten_times_the_tokens_in_the_same_memory_wait_for_the_peak() -> None:
+    # Gemma-4-31B: 55k tokens, then 525k, about 50 GB both times
+    (note,) = notes(stated(pool_tokens=55_000, pool_bytes=50e9), stated("2", pool_tokens=525_000, pool_bytes=50e9))
+    assert "9.55 times the tokens in the same memory" in note
+    assert "only their peak tells" in note
+
+
+def test_a_smaller_pool_of_another_build_may_be_the_right_one() -> None:
+    # Llama-2-70B TP4: 31,615 blocks, then 20,865 once the peak was profiled
+    (note,) = notes(stated(pool_blocks=31_615), stated("2", pool_blocks=20_865))
+    assert "lost 34.0 % of its blocks" in note
+    assert "the old pool went over its budget" in note
+    (own,) = notes(stated(pool_blocks=60_768), stated(pool_blocks=43_420))
+    assert own == "the pool lost 28.5 % of its blocks"
+
+
+def test_a_whole_multiple_points_at_sharding() -> None:
+    # Qwen3-32B TP4: 814 blocks, then 3,258
+    found = notes(stated(pool_blocks=814, pool_tokens=814 * 256), stated(pool_blocks=3258, pool_tokens=3258 * 256))
+    assert any("by 4 times" in note and "shared among ranks" in note for note in found)
+
+
+def test_half_the_width_doubles_the_pool_and_less_says_that_layers_stayed_wide() -> None:
+    wide = stated(kv_dtype="auto", pool_tokens=100_000, pool_blocks=6250, pool_bytes=1e9)
+    assert notes(wide, stated(kv_dtype="fp8", pool_tokens=200_000, pool_blocks=12_500, pool_bytes=1e9)) == []
+    assert notes(wide, stated(kv_dtype="fp8_e4m3", pool_tokens=191_000, pool_blocks=11_937, pool_bytes=1e9)) == []
+    (note,) = notes(wide, stated(kv_dtype="fp8", pool_tokens=150_000, pool_blocks=9375, pool_bytes=1e9))
+    assert "about 2 were to be expected" in note
+
+
+def test_blocks_of_another_size_are_no_relabelling_and_equal_pools_say_nothing() -> None:
+    assert notes(stated(pool_tokens=100_000, pool_blocks=6250, block_size=16), stated(pool_tokens=101_000, pool_blocks=6300, block_size=16)) == []
+    found = notes(stated(pool_tokens=100_000, pool_blocks=6250, block_size=16), stated(pool_tokens=200_000, pool_blocks=6250, block_size=32))
+    assert not any("counted another way" in note or "ranks" in note for note in found)
+    assert notes(stated(), stated(pool_tokens=5)) == []
