@@ -113,7 +113,12 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--at", default="", metavar="TIME", help="a time that is past: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
     inspect.add_argument("--window", default="", metavar="DURATION", help="the time before --at, as in 60s or 2h: peaks and lows of each target")
     inspect.add_argument("--step", default="15s", metavar="DURATION", help="time between two points of the window [default: 15s]")
-    plan = add("plan", _plan, "say what fits: blocks, requests and the card that a traffic needs, from a model's config.json, before any restart")
+    plan = add(
+        "plan",
+        _plan,
+        "say what fits: blocks, requests and the card that a traffic needs, from a model's config.json, before any restart",
+        ("model", "header", "api_key_env", "metrics_api_key_env", "ca", "proxy", "scrape_timeout_s"),
+    )
     planning.add_arguments(plan)
     report = add("report", _report, "make report.html and summary.md of a session folder again")
     report.add_argument("folder", metavar="FOLDER")

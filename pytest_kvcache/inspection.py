@@ -40,7 +40,7 @@ def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
     urls = [name for name in names if name.lower().startswith(("http://", "https://")) and not Path(name).exists()]
     if len(urls) > 1:
         raise UsageError("one running server at a time", hint="save the scrapes of several into files, or use --prometheus")
-    live, shown = _running(urls[0], settings) if urls else (None, "")
+    live, shown = running(urls[0], settings) if urls else (None, "")
     files = [name for name in names if name not in urls]
     own = [imported(settings.engine_from)] if settings.engine_from else []
     dialects = [*own, *(dialect for name, dialect in DIALECTS.items() if name not in {other.name for other in own})]
@@ -51,7 +51,7 @@ def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
     return _print(found, arguments.json)
 
 
-def _running(url: str, settings: Settings) -> tuple[RawState, str]:
+def running(url: str, settings: Settings) -> tuple[RawState, str]:
     """Return what a running server says. An address that ends in a path of telemetry stands for its server."""
     text = url.strip().rstrip("/")
     if text.endswith("/metrics"):

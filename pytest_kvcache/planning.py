@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_kvcache.capacity.told import Told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--risk", type=float, default=0.001, metavar="P", help="probability of overflow that counts as safe [default: 0.001]")
     add("--seed", type=int, default=1, metavar="N", help="seed of the Monte Carlo [default: 1]")
     add("--assume", action="append", default=[], metavar="FIELD=VALUE", help="state a field of the configuration; repeatable")
-    add("--check", metavar="LOG|URL", help="compare with what an engine printed or exposes, and explain the difference")
+    add(
+        "--check",
+        action="append",
+        default=[],
+        metavar="LOG|URL",
+        help="compare with what an engine printed or exposes; repeatable: a log and a scrape",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print Markdown for a change request")
@@ -101,16 +113,51 @@ def _stated(arguments: argparse.Namespace) -> dict[str, object]:
     return stated | _more(arguments)
 
 
+def _check(arguments: argparse.Namespace, stated: dict[str, object]) -> tuple[Told, list[str]]:
+    """Read what the engine says, put into ``stated`` what only it states, and return both it and notes."""
+    from pytest_kvcache.capacity.agreement import settings_of
+    from pytest_kvcache.capacity.told import told
+    from pytest_kvcache.errors import CannotJudge
+    from pytest_kvcache.inspection import running
+    from pytest_kvcache.observe.inspecting import inspect, read_sources
+    from pytest_kvcache.options import settings_from
+
+    urls = [name for name in arguments.check if name.lower().startswith(("http://", "https://")) and not Path(name).exists()]
+    live = running(urls[0], settings_from(arguments))[0] if urls else None
+    files = [name for name in arguments.check if name not in urls]
+    pasted = read_sources(files) if files else []
+    found = inspect(pasted, live=live)
+    log = "\n".join(part.log for part in pasted)
+    said = told(found, log)
+    if not found.judged and said.needed is None and said.tokens is None:
+        raise CannotJudge(found.why[:1500], hint="a start-up log, a scrape of /metrics, or the address of a server")
+    given, notes = settings_of(said, stated)
+    stated |= given
+    if not ({"kv_memory", "gpu_memory", "num_gpu_blocks_override"} & stated.keys()) and said.kv_bytes is not None:
+        stated["kv_memory"] = round(said.kv_bytes.middle)
+    return said, notes
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan and return the exit code: 0 it fits (or nothing was asked that could fail), 1 it does not, 3 it cannot be told."""
     from pytest_kvcache.capacity import plan
     from pytest_kvcache.capacity.showing import plan_json, plan_markdown, plan_text
 
-    made = plan(arguments.config, **_stated(arguments))  # type: ignore[arg-type]
+    stated = _stated(arguments)
+    memory = bool({"kv_memory", "gpu_memory"} & stated.keys())
+    said, notes = _check(arguments, stated) if arguments.check else (None, [])
+    made = plan(arguments.config, **stated)  # type: ignore[arg-type]
+    if said is not None:
+        from pytest_kvcache.capacity.agreement import check
+
+        question = made.answer.question
+        made = replace(made, agreement=check(question if memory else replace(question, kv_bytes=None), said), notes=(*notes, *made.notes))
     if arguments.json:
         print(json.dumps(plan_json(made), indent=1))
     elif arguments.markdown:
         print(plan_markdown(made))
     else:
         print(plan_text(made))
+    if made.agreement is not None and made.agreement.verdict == "different":
+        return 1
     return {"FAIL": 1, "INCONCLUSIVE": 3}.get(made.verdict, 0)

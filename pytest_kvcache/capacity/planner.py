@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvcache import units
+from pytest_kvcache.capacity.agreement import Agreement
 from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.card import DEFAULT_UTILIZATION, Card, Weights, find_weights, weights_of_parameters
 from pytest_kvcache.capacity.documents import Input, read_checklist, read_traffic
@@ -37,6 +38,7 @@ class Plan:
     load: Load | None = None
     checklist: tuple[Checked, ...] = ()
     levers: tuple[Lever, ...] = ()
+    agreement: Agreement | None = None
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -150,7 +152,7 @@ def plan(
     inputs = read_checklist(Path(checklist)) if isinstance(checklist, (str, Path)) else list(checklist or ())
     checked = tuple(check(given, one) for one in inputs)
     verdict, reason = judge(given, load, checked, at, length is not None, risk)
-    made = Plan(given, at, verdict, reason, load, checked, (), tuple(dict.fromkeys([*given.assumptions, *assumptions])), _notes(given))
+    made = Plan(given, at, verdict, reason, load, checked, (), None, tuple(dict.fromkeys([*given.assumptions, *assumptions])), _notes(given))
     if with_levers:
         made = replace(made, levers=tuple(levers(given, load.per_engine if load else None, at, Sharing(shared_prefix, hit_share))))
     return made

@@ -10,6 +10,7 @@ from pytest_kvcache import units
 from pytest_kvcache.capacity.layout import Group, Layout
 
 if TYPE_CHECKING:
+    from pytest_kvcache.capacity.agreement import Compared
     from pytest_kvcache.capacity.levers import Lever
     from pytest_kvcache.capacity.planner import Plan
     from pytest_kvcache.capacity.verdicts import Checked
@@ -71,6 +72,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             {**asdict(one.input), "blocks": one.blocks, "share": _finite(one.share), "fits": one.fits, "verdict": one.verdict, "reason": one.reason}
             for one in plan.checklist
         ]
+    if plan.agreement is not None:
+        body["agreement"] = asdict(plan.agreement)
     if plan.levers:
         body["levers"] = [asdict(lever) for lever in plan.levers]
     return body
@@ -277,6 +280,7 @@ def plan_text(plan: Plan) -> str:
     for heads, rows in tables(plan):
         parts += ["", tabulate(rows, headers=heads, disable_numparse=True)]
     parts += ["", f"{plan.verdict or 'no verdict'}: {plan.reason}"]
+    parts += _listed("differences and what moves the figures", _explanations(plan), "- ")
     parts += _listed("assumptions", plan.assumptions, "- ") + _listed("notes", plan.notes, "- ")
     return "\n".join(parts)
 
@@ -286,6 +290,10 @@ def _title(plan: Plan) -> str:
     cards = shape.tp * shape.pp * shape.dp
     split = f", {cards} GPUs (tp {shape.tp}, pp {shape.pp}, dp {shape.dp})" if cards > 1 else ""
     return f"{architecture.name}: {architecture.model_type or 'model'}, {len(architecture.layers)} layers, KV {plan.answer.growth.kv_dtype}, {shape.engine}{split}"
+
+
+def _explanations(plan: Plan) -> tuple[str, ...]:
+    return plan.agreement.explanations if plan.agreement is not None else ()
 
 
 def _listed(head: str, lines: tuple[str, ...], mark: str) -> list[str]:
@@ -303,7 +311,20 @@ def tables(plan: Plan) -> list[Table]:
     if plan.levers:
         heads = ("lever", "change", f"a {plan.length:,}-token request", f"pool {unit}", "requests", f"peak {unit}", "cost")
         found.append((heads, [_lever_row(one) for one in plan.levers]))
+    if plan.agreement is not None:
+        found.append((("against the engine", "ours", "the engine's", "", "its source"), [_compared_row(one) for one in plan.agreement.rows]))
     return found
+
+
+def _compared_row(one: Compared) -> tuple[str, ...]:
+    low, high = (_figure(value, one.unit) for value in one.ours)
+    return (one.name, low if low == high else f"{low} to {high}", _figure(one.theirs, one.unit), one.verdict, one.source[:90])
+
+
+def _figure(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return units.show_bytes(value)
+    return f"{value:,.2f}" if unit == "requests" or value != round(value) else f"{value:,.0f}"
 
 
 def _input_row(one: Checked) -> tuple[str, ...]:
@@ -330,6 +351,7 @@ def plan_markdown(plan: Plan) -> str:
     parts += [table(("", "value"), [*facts(plan), *traffic_facts(plan)]), "", "```", *(f"{name}: {text}" for name, text in equations(plan)), "```"]
     for heads, rows in tables(plan):
         parts += ["", table(heads, rows)]
+    parts += _listed("Differences and what moves the figures", tuple(_cell(line) for line in _explanations(plan)), "- ")
     parts += _listed("Assumptions", tuple(_cell(line) for line in plan.assumptions), "- ") + _listed(
         "Notes", tuple(_cell(line) for line in plan.notes), "- "
     )

@@ -56,6 +56,30 @@ def memory_notes(text: str) -> list[str]:
     return list(notes)[:20]
 
 
+def memory_parts(text: str) -> dict[str, float]:
+    """Return what a start-up log says of one card, in GiB: ``card``, ``share`` (a ratio), ``free``, ``weights``, ``activation``, ``other``, ``graphs``, ``pool``.
+
+    Of several starts or workers the last counts. What is not printed is not in it. Never raises.
+    """
+    found: dict[str, float] = {}
+    for line in log_lines(text[: 4 << 20], 2000):
+        if "emory" not in line and "took" not in line:
+            continue
+        if (match := _V0_BUDGET.search(line)) is not None:
+            found |= {"card": float(match.group(1)), "share": float(match.group(2))}
+        if (match := _V0_PARTS.search(line)) is not None:
+            found |= dict(zip(("weights", "other", "activation", "pool"), map(float, match.groups()), strict=True))
+        if (match := _V1.search(line)) is not None:
+            names = ("free", "card", "share", "budget", "weights", "activation", "other", "graphs")
+            found |= dict(zip(names, map(float, match.groups()), strict=True))
+            found.pop("budget")
+        if (match := _IN_USE.search(line)) is not None:
+            found["pool"] = int(match.group(1)) / _GIB
+        if (match := _LOADED.search(line)) is not None:
+            found.setdefault("weights", float(match.group(1)))
+    return found
+
+
 def _v0(budget: tuple[float, float, float] | None, weights: float, other: float, peak: float, pool: float) -> str:
     parts = f"weights {weights:g} + activation peak {peak:g} + other {other:g} + KV pool {pool:g} GiB"
     total = weights + other + peak + pool
