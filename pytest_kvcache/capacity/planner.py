@@ -24,6 +24,7 @@ from pytest_kvcache.capacity.verdicts import Checked, Load, check, judge, load_o
 from pytest_kvcache.errors import CannotJudge, UsageError
 
 Size = int | float | str
+_SHOWN_LENGTH = 4096
 ENGINES = ("vllm", "sglang", "llamacpp", "paged")
 
 
@@ -126,9 +127,10 @@ def plan(
     architecture = read_architecture(source, assume=assume)
     assumptions: list[str] = []
     chosen = _platform(platform, engine, gpu_memory, block_size, assumptions)
-    if max_model_len is None and architecture.context is None and length is not None:
-        max_model_len = length
-        assumptions.append(f"max_model_len is taken as {length}, the length asked for: the configuration states none")
+    if max_model_len is None and architecture.context is None and (length is not None or (kv_memory is None and gpu_memory is None)):
+        # without a pool the length decides nothing but which request is shown
+        max_model_len = length or _SHOWN_LENGTH
+        assumptions.append(f"max_model_len is taken as {max_model_len}: neither the configuration nor --max-model-len states one")
     settings: dict[str, Any] = {
         "engine": engine, "dtype": dtype, "kv_dtype": kv_dtype, "block_size": block_size, "max_model_len": max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs, "tp": tp, "pp": pp, "dp": dp, "dcp": dcp,
