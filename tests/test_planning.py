@@ -135,7 +135,7 @@ def test_a_mistake_is_told_in_one_sentence_and_never_a_traceback(
 
 def test_what_the_user_assumes_is_carried_by_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({key: value for key, value in LLAMA_31_8B.items() if key != "num_hidden_layers"}))
+    path.write_text(json.dumps({key: value for key, value in LLAMA_31_8B.items() if key != "num_hidden_layers"} | {"model_type": "brand_new"}))
     code, _, err = run(capsys, str(path))
     assert code == 3
     assert "num_hidden_layers" in err
