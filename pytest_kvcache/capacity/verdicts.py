@@ -58,9 +58,14 @@ def load_on(given: Answer, stated: Traffic, risk: float, seed: int, utilization:
     return replace(
         load,
         chance=overflow(share, given.blocks, usable, seed=seed),
-        safe=safe_concurrency(share, given.blocks, usable, risk=risk, seed=seed),
+        safe=_seated(safe_concurrency(share, given.blocks, usable, risk=risk, seed=seed), given.seats),
         longest=longest_request(given.blocks, usable, concurrency=share.concurrency, limit=given.max_model_len),
     )
+
+
+def _seated(safe: SafeConcurrency, seats: int | None) -> SafeConcurrency:
+    """Return the safe concurrency, which seats bound as well as the pool."""
+    return safe if seats is None else replace(safe, always=min(safe.always, seats), at_risk=min(safe.at_risk, seats))
 
 
 def _needs(given: Answer, share: Traffic, utilization: float) -> tuple[Need, ...]:
@@ -100,7 +105,7 @@ def check(given: Answer, one: Input) -> Checked:
     share = need / usable if usable else math.inf
     if room >= at_once:
         return Checked(one, need, share, room * engines, PASS, f"{usable - need:,} of {usable:,} {given.layout.unit} stay free")
-    seats = given.question.shape.max_num_seqs
+    seats = given.seats
     if seats is not None and need <= usable:
         return Checked(one, need, share, room * engines, FAIL, f"{seats * engines} seats: the others wait")
     return Checked(one, need, share, room * engines, FAIL, f"{need:,} of {usable:,} {given.layout.unit}; {room * engines} fit at once")
@@ -135,9 +140,9 @@ def _traffic_verdict(given: Answer, load: Load, risk: float) -> tuple[str, str]:
     unit, usable, peak = given.layout.unit, pool.usable_blocks, load.demand.peak_blocks
     each = " on each engine" if pool.engines > 1 else ""
     share = f"{peak:,} of {usable:,} usable {unit}{each} ({units.show(peak / usable if usable else math.inf, 'ratio')})"
-    seats = given.question.shape.max_num_seqs
+    seats = given.seats
     if seats is not None and load.per_engine.concurrency > seats:
-        return FAIL, f"{load.per_engine.concurrency} requests at once{each}, and there are {seats} seats (max_num_seqs): the others wait"
+        return FAIL, f"{load.per_engine.concurrency} requests at once{each}, and there are {seats} seats: the others wait"
     if peak <= usable:
         return PASS, f"at its peak the traffic holds {share}; {usable - peak:,} stay free"
     chance = load.chance

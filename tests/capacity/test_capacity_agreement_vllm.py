@@ -48,7 +48,7 @@ def test_the_plan_is_what_a_real_vllm_answered(start: Start) -> None:
 
 
 def test_the_docs_show_the_recorded_answers() -> None:
-    page = Path(__file__).parents[2] / "docs" / "capacity.md"
+    page = Path(__file__).parents[2] / "docs" / "plan.md"
     assert vllm_starts.table(vllm_starts.recorded()) in page.read_text()
 
 
