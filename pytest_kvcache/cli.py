@@ -222,7 +222,8 @@ def _load(arguments: argparse.Namespace) -> int:
 
             found = sweeping.run_sweep(session, Planned(arguments.profile, requests=arguments.requests), say=_say)
             print(sweeping.show_sweep(found))
-            sweeping.record_gates(session, found)
+            for gate in sweeping.sweep_gates(session, found):
+                session.record(gate)
             return _finish(session)
         analysis = session.analysis(session.load(Planned(arguments.profile, requests=arguments.requests)))
         print(load_numbers(analysis))

@@ -15,6 +15,7 @@ from pytest_kvcache.errors import CannotJudge, UsageError
 from pytest_kvcache.judge import gates
 from pytest_kvcache.load.runner import profile_path
 from pytest_kvcache.planned import Planned
+from pytest_kvcache.records import GateRecord
 from pytest_kvcache.runfolder import Run
 from pytest_kvcache.server.launch import parse_command
 from pytest_kvcache.session import EMBEDDED_DEFAULT, Session
@@ -99,15 +100,20 @@ def run_sweep(session: Session, planned: Planned, *, say: Callable[[str], object
     return judge_sweep(session, runs)
 
 
-def record_gates(session: Session, found: Sweep) -> None:
-    """Judge the gates of one configuration on each variant, and record them and the recommendation in the session."""
-    session.notes.append(f"{found.text} {found.rests_on}")
-    by_variant = variants_of([session.analysis(run) for run in session.runs()])
-    for variant in found.variants:
-        analyses, settings = by_variant[variant.name], session.settings
-        judged = [gates.peak_usage(analyses, settings.max_usage), gates.free_space(analyses, settings.min_free)]
-        for gate in (*judged, gates.no_rejections(analyses), gates.no_preemptions(analyses), gates.returns_to_idle(analyses)):
-            session.record(msgspec.structs.replace(gate, lane=f"{gate.lane} ({variant.name})".strip()))
+def sweep_gates(session: Session, found: Sweep) -> list[GateRecord]:
+    """Return the gates of a sweep: that a value can be recommended, and those of one configuration on that value.
+
+    The other values are not judged: to find out what a poor one costs is what a sweep is for.
+    """
+    by_variant, settings = variants_of([session.analysis(run) for run in session.runs()]), session.settings
+    verdict = gates.PASS if found.recommended else gates.INVALID if any(one.unsound for one in found.variants) else gates.INCONCLUSIVE
+    judged = [GateRecord("sweep", "", verdict, f"{found.text} {found.rests_on}")]
+    analyses = by_variant.get(found.recommended, [])
+    if analyses:
+        judged += [gates.peak_usage(analyses, settings.max_usage), gates.free_space(analyses, settings.min_free), gates.no_rejections(analyses)]
+        judged += [gates.no_preemptions(analyses), gates.returns_to_idle(analyses)]
+    suffix = f" ({found.recommended})"
+    return [judged[0], *(msgspec.structs.replace(gate, lane=f"{gate.lane}{suffix}".strip()) for gate in judged[1:])]
 
 
 def judge_sweep(session: Session, runs: Sequence[Run]) -> Sweep:

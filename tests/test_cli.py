@@ -181,7 +181,7 @@ def test_two_commands_are_compared_or_two_folders_and_nothing_else(capsys: pytes
 
 def test_every_command_of_the_readme_and_the_docs_exists(request: pytest.FixtureRequest) -> None:
     pages = [request.config.rootpath / "README.md", *(request.config.rootpath / "docs").glob("*.md")]
-    lines = [line.split("#")[0].strip() for page in pages for line in page.read_text().splitlines()]
+    lines = [line.split("#")[0].strip() for page in pages for line in page.read_text().replace("\\\n", " ").splitlines()]
     commands = [shlex.split(line.split("pytest-kvcache ", 1)[1]) for line in lines if re.match(r"(\.venv/bin/)?pytest-kvcache ", line)]
     assert len(commands) >= 4
     for words in commands:

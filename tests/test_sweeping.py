@@ -12,7 +12,7 @@ from pytest_kvcache.errors import UsageError
 from pytest_kvcache.measure import Planned
 from pytest_kvcache.session import Session
 from pytest_kvcache.settings import resolve
-from pytest_kvcache.sweeping import command_with, parse_sweep, record_gates, run_sweep, show_sweep
+from pytest_kvcache.sweeping import command_with, parse_sweep, run_sweep, show_sweep, sweep_gates
 
 MIB = 1 << 20
 
@@ -56,7 +56,8 @@ def test_a_sweep_on_llamacpp_measures_each_value_and_reports_them_side_by_side(t
     options = {"sweep": "kv-type=f16,q8_0", "windows": 1, "duration_s": 2, "users": 2, "reports": str(tmp_path)}
     with Session(resolve(options, {}, {})) as session:
         found = run_sweep(session, Planned("normal"))
-        record_gates(session, found)
+        for gate in sweep_gates(session, found):
+            session.record(gate)
         session.finish()
     assert [variant.name for variant in found.variants] == ["kv-type=f16", "kv-type=q8_0"]
     assert all(variant.usage.number and variant.cpu.number for variant in found.variants)

@@ -13,7 +13,11 @@ from made_run import T0, MadeRun, closed_loop, sample, snapshot
 
 from pytest_kvcache.analysis.sweep import Sweep, sweep, variants_of
 from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.conditions import INVALID, PASS
 from pytest_kvcache.records import MemoryRow
+from pytest_kvcache.runfolder import Run
+from pytest_kvcache.settings import Settings
+from pytest_kvcache.sweeping import sweep_gates
 
 GIB = 1 << 30
 
@@ -92,3 +96,29 @@ def test_cpu_time_is_that_of_the_load_alone(tmp_path: Path, cpu_s: float) -> Non
     analysis = window(tmp_path, "a=1", 0.5, cpu_s=cpu_s)
     value = analysis.values["server.cpu_s"]
     assert value.value == pytest.approx(cpu_s * 4.01, rel=0.01)  # type: ignore[union-attr]
+
+
+class Measured:
+    """What a sweep's gates ask a session for."""
+
+    def __init__(self, analyses: list[Analysis]) -> None:
+        self.settings = Settings()
+        self._analyses = {analysis.run.folder: analysis for analysis in analyses}
+
+    def runs(self) -> list[Run]:
+        return [analysis.run for analysis in self._analyses.values()]
+
+    def analysis(self, run: Run) -> Analysis:
+        return self._analyses[run.folder]
+
+
+@pytest.mark.parametrize(("broken", "verdict", "judged"), [({}, PASS, 6), ({"no_end": True}, INVALID, 1)])
+def test_only_the_recommended_value_is_judged(tmp_path: Path, broken: dict[str, Any], verdict: str, judged: int) -> None:
+    refusing = window(tmp_path / "a", "block-size=128", 0.99, **broken)
+    session = Measured([refusing, window(tmp_path / "b", "block-size=32", 0.3)])
+    found = sweep(variants_of(list(map(session.analysis, session.runs()))), usage_margin=0.02, throughput_margin=0.1, ttft_margin=0.25)
+    assert found is not None
+    gates = sweep_gates(session, found)  # type: ignore[arg-type]
+    assert (gates[0].name, gates[0].verdict) == ("sweep", verdict)
+    assert len(gates) == judged
+    assert all(gate.verdict == PASS and "(block-size=32)" in gate.lane for gate in gates[1:]), "the value that would fail is not the one to ship"
