@@ -175,7 +175,7 @@ DIALECT = Dialect(
         "prefix_caching": InfoLabel("vllm:cache_config_info", "enable_prefix_caching", "flag"),
         "gpu_memory_utilization": InfoLabel("vllm:cache_config_info", "gpu_memory_utilization"),
         "num_gpu_blocks_override": InfoLabel("vllm:cache_config_info", "num_gpu_blocks_override"),
-        "used_blocks": first_of(Series((_ACTIVE,)), Derived("round(usage x pool_blocks) of a worker", _used)),
+        "used_blocks": first_of(Series((_ACTIVE, "dynamo_component_active_blocks")), Derived("round(usage x pool_blocks) of a worker", _used)),
         "free_blocks": Derived("pool_blocks - used_blocks of a worker", _free),
         "used_tokens": absent("Dynamo counts blocks: see used_blocks"),
         "free_tokens": absent("Dynamo counts blocks: see free_blocks"),

@@ -66,6 +66,14 @@ def _pool_tokens(view: View) -> Value:
     )
 
 
+def _is_busy(slot: Mapping[str, Any]) -> bool | None:
+    """Say whether a slot serves a request: by ``is_processing``, by the ``state`` of builds before it, and None where neither is told."""
+    flag, state = slot.get("is_processing"), _whole_number(slot.get("state"))
+    if isinstance(flag, bool):
+        return flag
+    return None if state is None else state > 0
+
+
 def _held(slot: Mapping[str, Any]) -> int | None:
     """Tokens that a slot holds for the request it serves now; 0 for an idle slot, None where this build does not tell.
 
@@ -73,8 +81,9 @@ def _held(slot: Mapping[str, Any]) -> int | None:
     are as free as those of an idle slot. What its own task stored bounds them: reused prefix, prompt, and output without the token drawn
     last, which n_prompt_tokens may count and the cache does not hold (seen: 2,049 tokens by n_prompt_tokens in a full pool of 2,048).
     """
-    if slot.get("is_processing") is not True:
-        return 0
+    busy = _is_busy(slot)
+    if not busy:
+        return None if busy is None else 0
     tokens = _whole_number(slot.get("n_prompt_tokens"))
     following = slot.get("next_token")
     following = following[0] if isinstance(following, list) and following else following
@@ -92,7 +101,7 @@ def _used_tokens(view: View) -> Value:
         return slots
     held = [_held(slot) for slot in slots]
     if None in held:
-        return Missing("/slots of this build states no n_prompt_tokens: what a slot holds is not told")
+        return Missing("/slots of this build states no n_prompt_tokens, or no is_processing: what a slot holds is not told")
     return view.reading("used_tokens", sum(tokens for tokens in held if tokens is not None), _HELD)
 
 
@@ -125,7 +134,10 @@ def _busy_slots(view: View) -> Value:
     slots = _slots(view)
     if isinstance(slots, Missing):
         return slots
-    return view.reading("running", sum(slot.get("is_processing") is True for slot in slots), "busy slots of /slots")
+    busy = [_is_busy(slot) for slot in slots]
+    if None in busy:
+        return Missing("/slots does not tell of every slot whether it is busy")
+    return view.reading("running", busy.count(True), "busy slots of /slots")
 
 
 def _slot_count(view: View) -> Value:

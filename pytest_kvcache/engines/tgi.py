@@ -14,6 +14,8 @@ from pytest_kvcache.quantities import Missing, Value
 
 _POOL, _RESERVED, _BATCH = "tgi_batch_max_total_tokens", "tgi_batch_current_max_tokens", "tgi_batch_current_size"
 _BATCHES = "tgi_batch_inference_count"
+# OpenTelemetry gives a counter's name an end.
+_FAILURE = ("tgi_request_failure", "tgi_request_failure_total")
 _MEANING = "TGI reserves prompt + max_new_tokens of each request: used tokens and usage are what is reserved, not what is filled"
 _NOT_COUNTED = absent("TGI counts successes and failures, not why a request ended")
 
@@ -89,19 +91,19 @@ DIALECT = Dialect(
         "swapped": cannot_happen("TGI never swaps"),
         "preemptions": cannot_happen("TGI never preempts: a request has all its room before it starts"),
         "rejections": Series(
-            ("tgi_request_failure",), where={("err",): ("overloaded",)}, hint="the row appears with the first refusal (HTTP 429)"
+            _FAILURE, where={("err",): ("overloaded",)}, hint="the row appears with the first refusal (HTTP 429)"
         ),
         "prefix_queries": absent("TGI counts no prefix lookups"),
         "prefix_hits": absent("TGI counts no prefix hits"),
         # Histograms over finished requests: their sums are the tokens of those.
         "prompt_tokens": Series(("tgi_request_input_length_sum",)),
         "generation_tokens": Series(("tgi_request_generated_tokens_sum",)),
-        "finished": Series(("tgi_request_success",)),
+        "finished": Series(("tgi_request_success", "tgi_request_success_total")),
         "finished_stop": _NOT_COUNTED,
         "finished_length": _NOT_COUNTED,
         "finished_abort": _NOT_COUNTED,
         "finished_error": Series(
-            ("tgi_request_failure",),
+            _FAILURE,
             where={("err",): ("generation", "incomplete", "incomplete_generation")}, over=("err",),
             hint="the row appears with the first failure",
         ),

@@ -85,15 +85,25 @@ def _times(view: View, name: str, series: tuple[str, ...]) -> Value:
 
 
 _REUSED, _MISSED = "trtllm_kv_cache_reused_blocks_total", "trtllm_kv_cache_missed_blocks_total"
+_CACHED, _PROMPT = "trtllm_prompt_cached_tokens_total", "trtllm_prompt_tokens_total"
 _SUCCESS = "trtllm_request_success_total"
 
 
 def _hits(view: View) -> Value:
-    return _times(view, "prefix_hits", (_REUSED,))
+    return _tokens(view, "prefix_hits", _CACHED) if _in_tokens(view) else _times(view, "prefix_hits", (_REUSED,))
 
 
 def _queries(view: View) -> Value:
-    return _times(view, "prefix_queries", (_REUSED, _MISSED))
+    return _tokens(view, "prefix_queries", _PROMPT) if _in_tokens(view) else _times(view, "prefix_queries", (_REUSED, _MISSED))
+
+
+def _in_tokens(view: View) -> bool:
+    """Whether hits and lookups are both told in tokens, and neither in blocks: of two ways to count, one is followed throughout."""
+    return view.has(_CACHED) and not view.has(_REUSED, _MISSED)
+
+
+def _tokens(view: View, name: str, series: str) -> Value:
+    return view.apply(Series((series,), hint=_ONCE), name)
 
 
 def _finished(*reasons: str) -> Series:
@@ -154,14 +164,14 @@ DIALECT = Dialect(
         "used_tokens": absent("TensorRT-LLM counts blocks: see used_blocks"),
         "free_tokens": absent("TensorRT-LLM counts blocks: see free_blocks"),
         "usage": first_of(Series(("trtllm_kv_cache_utilization",), hint=_HINT), Derived("used_blocks / pool_blocks", _usage)),
-        "running": _both("trtllm_num_requests_running", "numActiveRequests"),
-        "waiting": _both("trtllm_num_requests_waiting", "numQueuedRequests"),
+        "running": first_of(Series(("trtllm_num_requests_running", "trtllm_num_active_requests"), hint=_HINT), _last("numActiveRequests")),
+        "waiting": first_of(Series(("trtllm_num_requests_waiting", "trtllm_server_queue_length"), hint=_HINT), _last("numQueuedRequests")),
         "waiting_capacity": absent("TensorRT-LLM does not tell why a request waits"),
         "swapped": cannot_happen("TensorRT-LLM pauses requests and never swaps them"),
         "preemptions": absent("TensorRT-LLM shows how many requests are paused now (trtllm_num_paused_requests) and counts none"),
         "rejections": absent("TensorRT-LLM does not count refused requests"),
-        "prefix_queries": Derived(f"({_REUSED} + {_MISSED}) x block_size", _queries, (_REUSED, _MISSED)),
-        "prefix_hits": Derived(f"{_REUSED} x block_size", _hits, (_REUSED,)),
+        "prefix_queries": Derived(f"({_REUSED} + {_MISSED}) x block_size; without them {_PROMPT}", _queries, (_REUSED, _MISSED, _PROMPT)),
+        "prefix_hits": Derived(f"{_REUSED} x block_size; without it {_CACHED}", _hits, (_REUSED, _MISSED, _CACHED)),
         "prompt_tokens": Series(("trtllm_prompt_tokens_total",), hint=_ONCE),
         "generation_tokens": Series(("trtllm_generation_tokens_total",), hint=_ONCE),
         "finished": _finished(),

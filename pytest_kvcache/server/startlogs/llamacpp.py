@@ -1,4 +1,6 @@
-"""The start-up lines of llama.cpp's server. Source: llama.cpp b11434, ``src/llama-kv-cache.cpp`` and ``tools/server``."""
+"""The start-up lines of llama.cpp's server. Source: llama.cpp b11434, ``src/llama-kv-cache.cpp`` and ``tools/server``;
+releases before b5500 (2024, 2025) printed the whole cache as its "KV self size", over ``n_ctx`` cells.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from typing import ClassVar
 
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader, Rule, Sourced, to_bytes, to_int
 
+_NEW_CONTEXT = r"llama_(?:new_context_with_model|init_from_model)"
+
 
 class LlamaLog(LogReader):
     """A sliding-window or hybrid model has several caches: memory is their sum, tokens are those of the largest."""
@@ -14,13 +18,16 @@ class LlamaLog(LogReader):
     ENGINE = "llamacpp"
     TITLE = "llama.cpp"
     HINT = re.compile(r"\bllama_|n_slots|new slot")
-    SIGN = re.compile(r"\bllama_(?:context|kv_cache|model|memory|init)\w*:|\bgguf_init|^\s*(?:srv|slot) +\w+: |\bggml_")
+    SIGN = re.compile(r"\bllama_(?:context|kv_cache|model|memory|init|new_context)\w*:|\bgguf_init|^\s*(?:srv|slot) +\w+: |\bggml_")
     VERSION = re.compile(r"\bbuild(?:_info)?: (b?[0-9]{3,6}(?:[- (]{1,2}[0-9a-f]{6,12}\)?)?)")
     ONE: ClassVar[tuple[Rule, ...]] = (
         ("max_num_seqs", re.compile(rf"\bllama_context: n_seq_max\s*= {INT}"), to_int),
         ("max_num_seqs", re.compile(rf"\binitializing(?: slots)?, n_slots = {INT}"), to_int),
-        ("max_model_len", re.compile(rf"\bllama_context: n_ctx_(?:seq|per_seq)\s*= {INT}"), to_int),
+        ("max_num_seqs", re.compile(rf"\binitializing slots \|[^\n]{{0,200}}?\bn_slots={INT}"), to_int),
+        ("max_num_seqs", re.compile(rf"\b{_NEW_CONTEXT}: n_seq_max\s*= {INT}"), to_int),
+        ("max_model_len", re.compile(rf"\b(?:llama_context|{_NEW_CONTEXT}): n_ctx_(?:seq|per_seq)\s*= {INT}"), to_int),
         ("max_model_len", re.compile(rf"\binitializing(?: slots)?, n_slots = [0-9]{{1,9}}, n_ctx_slot = {INT}"), to_int),
+        ("max_model_len", re.compile(rf"\bnew slot \|[^\n]{{0,200}}?\bn_ctx_slot={INT}"), to_int),
         ("max_model_len", re.compile(rf"\bnew slot,? n_ctx(?:_slot)? = {INT}"), to_int),
     )
     CACHE = re.compile(
@@ -28,13 +35,17 @@ class LlamaLog(LogReader):
         rf"(?:, K \((\w{{1,16}})\):.{{0,40}}?, V \((\w{{1,16}})\))?"
     )
     STATE = re.compile(rf"\bllama_memory_recurrent: size =\s*{FLOAT} (MiB) \(")
-    CONTEXT = re.compile(r"\bllama_context: constructing llama_context|\bllama_context: n_seq_max ")
+    WHOLE = re.compile(rf"\bllama_\w{{1,40}}: KV self size  = +{FLOAT} (MiB)(?:, K \((\w{{1,16}})\):.{{0,40}}?, V \((\w{{1,16}})\))?")
+    LENGTH = re.compile(rf"\bllama_\w{{1,40}}: n_ctx\s*= {INT}")
+    CELLS = re.compile(rf"\bllama_kv_cache\w{{0,20}}: kv_size = {INT},")
+    CONTEXT = re.compile(rf"\bllama_context: constructing llama_context|\bllama_context: n_seq_max |\b{_NEW_CONTEXT}: n_(?:seq_max|ctx) ")
 
     def __init__(self) -> None:
         super().__init__()
         self.caches: list[tuple[float, int, str]] = []
         self.dtype: tuple[str, str] | None = None
         self.is_draft = False
+        self.length = self.cells = 0
 
     def read(self, line: str) -> Found:
         """Return what one line states.
@@ -60,6 +71,18 @@ class LlamaLog(LogReader):
         match = self.STATE.search(line)
         if match is not None:
             self.caches.append((to_bytes(match.group(1), match.group(2)), 0, line))
+        for pattern, name in ((self.LENGTH, "length"), (self.CELLS, "cells")):
+            match = pattern.search(line)
+            if match is not None:
+                setattr(self, name, to_int(match.group(1)))
+        match = self.WHOLE.search(line)
+        if match is not None and not self.caches:
+            size, unit, k_type, v_type = match.groups()
+            # A state model has a cell for each sequence, and those are no tokens.
+            tokens = self.length if self.cells in {0, self.length} else 0
+            self.caches.append((to_bytes(size, unit), tokens, f"{line} (over n_ctx = {tokens} cells)" if tokens else line))
+            if k_type:
+                self.dtype = (k_type if k_type == v_type else f"K {k_type}, V {v_type}", line)
 
     def totals(self) -> Sourced:
         """Return the pool: its memory is the sum over caches, its tokens those of the largest (a window cache holds fewer)."""

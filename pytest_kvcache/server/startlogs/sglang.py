@@ -34,8 +34,8 @@ class SglangLog(LogReader):
     )
     TOTAL = re.compile(rf"\bmax_total_num_tokens={INT}, [^\n]{{0,300}}?\bmax_running_requests={INT}")
     POOL = re.compile(
-        rf"KV Cache is allocated\. (?:dtype: [\w.]{{1,40}}, )?#tokens: {INT}, "
-        rf"(?:K size: {FLOAT} (GB|MB|GiB), V size: {FLOAT} (?:GB|MB|GiB)|KV size: {FLOAT} (GB|MB|GiB))"
+        rf"KV Cache is allocated\. (?:dtype: [\w.]{{1,40}}, )?#tokens: ([0-9]{{1,18}})"
+        rf"(?:, K size: {FLOAT} (GB|MB|GiB), V size: {FLOAT} (?:GB|MB|GiB)|, KV size: {FLOAT} (GB|MB|GiB))?"
     )
     DTYPE = re.compile(r"KV Cache is allocated\. dtype: ([\w.]{1,40}),")
     STATE = re.compile(rf"Mamba Cache is allocated\.[^\n]{{0,120}}?conv_state size: {FLOAT} ?(GB|GiB), ssm_state size: {FLOAT} ?(?:GB|GiB)")
@@ -79,7 +79,7 @@ class SglangLog(LogReader):
         if match is not None:
             tokens, k_size, k_unit, v_size, size, unit = match.groups()
             # Keys and values are printed apart; "GB" is 2^30 there.
-            held = to_bytes(k_size, k_unit) + to_bytes(v_size, k_unit) if k_size else to_bytes(size, unit)
+            held = to_bytes(k_size, k_unit) + to_bytes(v_size, k_unit) if k_size else to_bytes(size, unit) if size else 0.0
             pools.append((to_int(tokens), held, line))
             self.score += 2
         match = self.STATE.search(line)
@@ -106,10 +106,10 @@ class SglangLog(LogReader):
             tokens += min(max(size for size, _, _ in pools) for pools in told)
             ranks += len(told)
             line = max(least, key=lambda pool: pool[0])[2]
-        if line:
+        if memory:
             found["pool_bytes"] = (memory, line if ranks == 1 else f"the memory of one rank; {ranks} ranks print a line of their own: {line}")
-            if tokens and "pool_tokens" not in found:
-                found["pool_tokens"] = (tokens, line)
+        if tokens and "pool_tokens" not in found:
+            found["pool_tokens"] = (tokens, line)
         return found
 
     def notes(self) -> list[str]:

@@ -19,8 +19,8 @@ class TrtllmLog(LogReader):
     TITLE = "TensorRT-LLM"
     HINT = re.compile(r"kv.cache|k/v cache|tokens per block|max_seq_len|max_batch_size|maxBatchSize|maxSequenceLen|enable_block_reuse", re.IGNORECASE)
     SIGN = re.compile(r"\[TensorRT-LLM\]|\[TRT-LLM\]|\btensorrt_llm\b|paged KV cache|k/v cache\.")
-    VERSION = re.compile(r"TensorRT-LLM version: ([0-9][\w.]{0,30})")
-    START = "TensorRT-LLM version: "
+    VERSION = re.compile(r"TensorRT[- ]LLM version: ([0-9][\w.]{0,30})")
+    START = "LLM version: "
     ONE: ClassVar[tuple[Rule, ...]] = (
         ("block_size", re.compile(rf"Number of tokens per block: {INT}"), to_int),
         ("pool_blocks", re.compile(rf"Number of blocks in KV cache primary pool: {INT}"), to_int),
@@ -30,6 +30,8 @@ class TrtllmLog(LogReader):
         ("max_model_len", re.compile(rf"\bmax_seq_len={INT}, "), to_int),
         ("max_model_len", re.compile(rf"TRTGptModel maxSequenceLen: {INT}"), to_int),
         ("max_model_len", re.compile(rf"Adjusted max_seq_len to {INT}"), to_int),
+        # The number of requests is the batch's; where the line states both, the latter counts.
+        ("max_num_seqs", re.compile(rf"\bmax_seq_len=[0-9][^\n]{{0,200}}?\bmax_num_requests={INT}"), to_int),
         ("max_num_seqs", re.compile(rf"\bmax_seq_len=[0-9][^\n]{{0,200}}?\bmax_batch_size={INT}"), to_int),
         ("max_num_seqs", re.compile(rf"TRTGptModel maxBatchSize: {INT}"), to_int),
         ("prefix_caching", re.compile(r"\benable_block_reuse[=:] ?(True|False)"), to_flag),
@@ -42,10 +44,12 @@ class TrtllmLog(LogReader):
     def __init__(self) -> None:
         super().__init__()
         self.windows: dict[int, tuple[int, int, str]] = {}
+        self.is_allocated = False
 
     def restart(self) -> None:
         """Forget the windows of an earlier start."""
         self.windows.clear()
+        self.is_allocated = False
 
     def read(self, line: str) -> Found:
         """Return what one line states."""
@@ -53,9 +57,14 @@ class TrtllmLog(LogReader):
         match = self.ALLOCATED.search(line)
         if match is not None:
             found["pool_bytes"] = to_bytes(match.group(1), match.group(2))
+            self.is_allocated = True
         match = self.WINDOW.search(line)
         if match is not None:
             self.score += 2
+            if self.is_allocated:
+                # The windows of one allocation stand before its size: what follows it is the next one, for which a window may differ.
+                self.windows.clear()
+                self.is_allocated = False
             window, size, blocks = (to_int(text) for text in match.groups())
             self.windows[window] = (blocks, size, line)
             found["block_size"] = size

@@ -60,6 +60,7 @@ class VllmLog(LogReader):
         re.compile(rf"\bAvailable KV cache memory: {FLOAT} (GiB)"),
         re.compile(rf"(?:Explicitly set|Auto set) \({FLOAT}/[0-9.]{{1,20}}\) (GiB) for KV cache"),
         re.compile(rf"reserved for KV Cache is {FLOAT} ?(GiB)", re.IGNORECASE),
+        re.compile(rf"\breserved {FLOAT} ?(GiB) memory for KV Cache as specified", re.IGNORECASE),
         re.compile(rf"\bkv_cache_size={FLOAT} ?(GiB)"),
         re.compile(rf"\bKV cache size: {FLOAT} (GiB|GB|MiB)\b"),
     )
