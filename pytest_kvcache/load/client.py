@@ -20,6 +20,7 @@ from geventhttpclient.client import HTTPClient
 from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError
 
 from pytest_kvcache.errors import EndpointUnreachable, UsageError
+from pytest_kvcache.load.arriving import arrivals_are_stamped, receive
 from pytest_kvcache.load.asking import Answer
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.sse import Stream
@@ -125,15 +126,18 @@ def unpacker(response: Any) -> Unpacker | None:
 def pump(response: Any, stream: Stream, unpack: Unpacker | None = None) -> None:
     """Feed a stream from the response until its body ends; after [DONE] at most two seconds more.
 
-    Raises OSError or HTTPParseError where the connection breaks, ValueError where an event or the stream grows beyond all bounds.
+    The time of the first token is the one at which its packet reached this machine, where the kernel tells it: a busy client reads it
+    later. Raises OSError or HTTPParseError where the connection breaks, ValueError where an event or the stream grows beyond all bounds.
     """
     buffer = response._body_buffer
     feed, take = response.feed, stream.feed
+    stamped = arrivals_are_stamped(response._sock)
+    came_s = 0.0
     while True:
         if buffer:
             block = bytes(buffer)
             buffer.clear()
-            take(block if unpack is None else unpack(block), monotonic())
+            take(block if unpack is None else unpack(block), came_s or monotonic())
             if stream.done and not response.message_complete:
                 _end_politely(response)
                 return
@@ -145,7 +149,10 @@ def pump(response: Any, stream: Stream, unpack: Unpacker | None = None) -> None:
         sock = response._sock
         if sock is None:
             raise HTTPConnectionClosed("connection closed.")
-        data = sock.recv(READ_SIZE)
+        if stamped and stream.first_token_s is None:
+            data, came_s = receive(sock)
+        else:
+            data, came_s = sock.recv(READ_SIZE), 0.0
         feed(data)
         if not data and not response.message_complete:
             raise HTTPParseError("connection closed before end of the body")
