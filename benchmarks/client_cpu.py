@@ -37,12 +37,12 @@ TOKENS = 64
 
 
 @contextmanager
-def mock(ttft_s: float, itl_s: float) -> Iterator[str]:
+def mock(ttft_s: float, itl_s: float, tokens: int = TOKENS) -> Iterator[str]:
     """Yield the address of a mock server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, str(HERE / "mock_sse.py"), str(port), str(TOKENS), str(ttft_s), str(itl_s)]
+    words = [sys.executable, str(HERE / "mock_sse.py"), str(port), str(tokens), str(ttft_s), str(itl_s)]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(100):

@@ -13,6 +13,7 @@ from pytest_kvcache.load.prompts import SOURCES
 
 STOP_TIMEOUT_S = 30
 BY_HAND_RUN_TIME_S = 300
+LONGEST_RAMP_S = 1.0
 
 # name, default, help, whether the web page's form shows it
 _SERVER: tuple[tuple[str, Any, str, bool], ...] = (
@@ -42,7 +43,7 @@ _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("burst_size", 8, "requests that start at once in burst arrivals", True),
     ("max_in_flight", 2000, "most requests of an open loop in flight at once; arrivals above it wait, and that is reported", True),
     ("stages", "", f"level over time: {', '.join(SHAPES)}, or a list as 30s:2,1m:2-8 of requests a second (--kv-rate) or users", True),
-    ("ramp_s", 0.0, "seconds over which the users start, evenly; 0 starts all at once, and equal requests then go in lockstep", True),
+    ("ramp_s", -1.0, "seconds over which the users start, evenly; 0 starts all at once, in lockstep; -1 is a tenth of the load, at most 1 s", True),
     ("think_s", 0.0, "seconds that a user waits after an answer", True),
     ("backoff_s", 0.25, "seconds that a user waits after a refusal or a broken connection; nothing is retried", True),
     ("request_timeout_s", 300.0, "longest time in seconds that one request may take", True),
@@ -80,7 +81,7 @@ class Knobs:
     burst_size: int = 8
     max_in_flight: int = 2000
     stages: str = ""
-    ramp_s: float = 0.0
+    ramp_s: float = -1.0
     think_s: float = 0.0
     backoff_s: float = 0.25
     request_timeout_s: float = 300.0
@@ -96,6 +97,15 @@ class Knobs:
         """Return the settings of where telemetry is read, by their names in ``Settings``."""
         return {name: getattr(self, name) for name in ("metrics_url", "metrics_api_key_env")}
 
+    def ramp_over_s(self, length_s: float) -> float:
+        """Return the seconds over which the users of a load of ``length_s`` seconds start (0: it has no end of its own).
+
+        A counted load starts them all at once unless told otherwise: the first ones could send all there is.
+        """
+        if self.ramp_s >= 0 or self.requests:
+            return max(0.0, self.ramp_s)
+        return min(LONGEST_RAMP_S, length_s / 10) if length_s > 0 else LONGEST_RAMP_S
+
 
 def flag(name: str) -> str:
     """Return the flag of an option: ``output_tokens`` is ``--kv-output-tokens``."""
@@ -108,8 +118,8 @@ def _kind(default: Any, where: str) -> Any:
             value = type(default)(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{where} takes a number, not {text[:80]!r}") from None
-        if isinstance(value, (int, float)) and not 0 <= value < 1e15:
-            raise argparse.ArgumentTypeError(f"{where} takes a number from 0 on, not {text[:80]!r}")
+        if isinstance(value, (int, float)) and not min(0, default) <= value < 1e15:
+            raise argparse.ArgumentTypeError(f"{where} takes a number from {min(0, default):g} on, not {text[:80]!r}")
         return value
 
     return parse

@@ -150,7 +150,7 @@ def write_start(session: LoadSession) -> None:
         "length_overhead": prepared.vocabulary.overhead,
         "ignore_eos": prepared.ignore_eos,
         "expects_usage": prepared.expects_usage,
-        "ramp_s": knobs.ramp_s,
+        "ramp_s": knobs.ramp_over_s(session.length_s()),
         "rate": knobs.rate,
         "scheduled": session.loop.scheduled(session.length_s()) if session.loop is not None else None,
         "arrivals": knobs.arrivals if knobs.rate else "own" if session.loop is not None else "",

@@ -207,7 +207,7 @@ class LoadSession:
         self._users += 1
         users = max(1, int(getattr(self.environment.runner, "target_user_count", 1)))
         share = (number % users + self.worker_index / self.workers) / users
-        ramp_s = 0.0 if self.stages else self.knobs.ramp_s
+        ramp_s = 0.0 if self.stages else self.knobs.ramp_over_s(self.length_s())
         wait_s = max(0.0, self.begun_s - monotonic()) if self.link is not None else 0.0
         return (number * self.workers + self.worker_index) % max(1, len(self.targets)), wait_s + ramp_s * share
 
