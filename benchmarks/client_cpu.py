@@ -1,12 +1,13 @@
 """What the load client costs: CPU seconds per million streamed tokens, and how true its time to first token is.
 
-usage: python benchmarks/client_cpu.py [--seconds 8] [--pairs 3]
+usage: python benchmarks/client_cpu.py [--seconds 8] [--pairs 3] [--vllm PYTHON]
 
-Two settings against the same mock server: 64-token streams as fast as they come with 32 users, and paced at 20 ms per token
-after 50 ms with 200 users. In each, our profile (every row written, prompts made, events decoded) and a plain FastHttpUser loop
-run in turn; the ratio of a pair is the figure that a noisy machine cannot spoil. CPU is user + system time of the load process
-from the start of the load to its end, without imports. The time to first token is compared with the one that the server really
-kept; users start spread over one stream, for users in lockstep measure the queue in front of the server.
+Against the same mock server: 64-token streams as fast as they come with 32 users, and paced at 20 ms per token after 50 ms with
+200 users, whose starts are spread over one stream or all in the same instant. In each, our profile (every row written, prompts made,
+events decoded), a plain FastHttpUser loop, and, with --vllm, the load client of vLLM run in turn; the ratio of a turn is the figure
+that a noisy machine cannot spoil. CPU is user + system time of the load process from the start of the load to its end, without
+imports. The time to first token is compared with the one that the server kept from reading a request on: users who all start at once
+queue in front of it, which is theirs to feel and no error of the client.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ from tabulate import tabulate
 from pytest_kvcache.load.contract import read_load, read_rows
 from pytest_kvcache.load.runner import run_load
 from pytest_kvcache.server.address import parse_endpoint
+from pytest_kvcache.server.embedded.recall import model_paths
 from pytest_kvcache.settings import Settings
 
 HERE = Path(__file__).parent
 TOKENS = 64
+# name, time to first token, time per token, users, seconds over which they start, budget in CPU seconds per million tokens
+SETTINGS = (
+    ("as fast as they come, 32 users", 0.0, 0.0, 32, 0.0, "7"),
+    ("20 ms per token, 200 users, spread", 0.05, 0.02, 200, 1.33, "35"),
+    ("the same, all started at once", 0.05, 0.02, 200, 0.0, "35"),
+)
 
 
 @contextmanager
@@ -87,27 +95,37 @@ def plain(url: str, users: int, seconds: float, ramp_s: float) -> float:
     return float(found["cpu_s"]) / float(found["tokens"]) * 1e6
 
 
+def vllm_bench(python: str, url: str, users: int, prompts: int) -> tuple[float, float]:
+    """Return (CPU seconds per million tokens, error of the median time to first token in seconds) of vLLM's own client."""
+    kept(url)
+    words = [python, str(HERE / "vllm_bench.py"), url, str(model_paths().hf), str(users), str(prompts), str(TOKENS)]
+    out = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
+    found = json.loads(next(line for line in out.splitlines() if line.startswith('{"tokens"')))
+    return float(found["cpu_s"]) / float(found["tokens"]) * 1e6, float(found["ttft_ms"]) / 1e3 - kept(url)
+
+
 def main() -> None:
-    """Run both settings and print the table."""
+    """Run the settings and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one run")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs in each setting")
+    parser.add_argument("--vllm", default=os.environ.get("BENCHMARK_VLLM_PYTHON", ""), help="a Python that has vLLM: its bench runs as well")
     arguments = parser.parse_args()
     table = []
-    settings = (("as fast as they come, 32 users", 0.0, 0.0, 32, 7.0), ("20 ms per token, 200 users", 0.05, 0.02, 200, 35.0))
-    for name, ttft_s, itl_s, users, budget in settings:
-        pairs = []
-        ramp_s = ttft_s + TOKENS * itl_s
+    for name, ttft_s, itl_s, users, ramp_s, budget in SETTINGS:
+        runs = []
         with mock(ttft_s, itl_s) as url:
             for _ in range(arguments.pairs):
-                mine = ours(url, users, arguments.seconds, ramp_s)
-                pairs.append((*mine, plain(url, users, arguments.seconds, ramp_s)))
-        cpu, first, lag, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(pair[0] / pair[3] for pair in pairs)
-        off = f"{first * 1e3:+.2f} ms" if ttft_s else "-"
-        table.append([name, f"{cpu:.2f}", f"{budget:g}", f"{other:.2f}", f"{ratio:.2f}", off, f"{lag * 1e3:.1f} ms"])
-    headers = ["64-token streams", "CPU s per 1M tokens", "budget", "plain loop", "ratio", "median TTFT off by", "loop lag p99"]
-    print(tabulate(table, headers=headers))
+                cpu, first, lag = ours(url, users, arguments.seconds, ramp_s)
+                other = plain(url, users, arguments.seconds, ramp_s)
+                prompts = int(users * arguments.seconds / max(ttft_s + TOKENS * itl_s, 0.06))
+                theirs = vllm_bench(arguments.vllm, url, users, prompts) if arguments.vllm else (float("nan"), float("nan"))
+                runs.append((cpu, cpu / other, first, lag, other, *theirs, theirs[0] / cpu))
+        cpu, ratio, first, lag, other, bench, bench_first, bench_ratio = (statistics.median(column) for column in zip(*runs, strict=True))
+        off = [f"{value * 1e3:+.1f}" if ttft_s else "-" for value in (first, bench_first)]
+        table.append([name, f"{cpu:.1f}", budget, f"{other:.1f}", f"{ratio:.2f}", f"{bench:.1f}", f"{bench_ratio:.1f}", *off, f"{lag * 1e3:.1f}"])
+    headers = ["64-token streams", "CPU s per 1M", "budget", "plain loop", "ours / plain", "vllm bench", "bench / ours"]
+    print(tabulate(table, headers=[*headers, "TTFT off, ms", "bench off, ms", "loop lag p99, ms"]))
 
 
 if __name__ == "__main__":
