@@ -53,7 +53,8 @@ class Replica:
         )
         self.points.append(point)
         nothing = point.usage is None and point.free is None and point.running is None
-        self.trouble = "its telemetry tells nothing about the KV cache" if nothing else ""
+        reason = raw.metrics_reason if raw.metrics is None else ""
+        self.trouble = (reason or "its telemetry tells nothing about the KV cache") if nothing else ""
 
     def failed(self, reason: str, wall_s: float) -> None:
         """Take a look that told nothing; the series then have a gap."""

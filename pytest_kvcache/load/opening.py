@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_kvcache.load.session import LoadSession
 
 PROBE_TIMEOUT_S = 120.0
+SPARE_FILES = 50
 
 
 def open_rows(session: LoadSession) -> None:
@@ -37,6 +39,19 @@ def open_rows(session: LoadSession) -> None:
         session.rows = session.link.opens(session.load, session.went, session.halted)
         return
     session.rows = RowsFile(rows_path(session.knobs.rows, session.shape.profile, fixed=session.handed is not None))
+
+
+def open_files() -> int:
+    """Let this process open as many files as its hard limit allows, and return how many; 0 where there is no limit to be found."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return 0 if soft == resource.RLIM_INFINITY else soft
 
 
 def learn(session: LoadSession) -> None:
@@ -73,6 +88,12 @@ def learn(session: LoadSession) -> None:
             f"the profile {session.shape.profile} needs the longest context, and the server does not tell it",
             where=targets[0].root,
             hint="give it with --kv-max-model-len",
+        )
+    room = open_files()
+    if session.planned_users + SPARE_FILES > room > 0:
+        raise UsageError(
+            f"{session.planned_users:,} users need as many connections, and this process may open {room:,} files",
+            hint="raise ulimit -n, or spread the users over more processes (--processes)",
         )
     for target in session.targets:
         target.request_headers()

@@ -365,3 +365,18 @@ def test_a_server_that_goes_away_ends_the_load_instead_of_filling_the_file(tmp_p
     assert (load.reason, result.complete) == (contract.BY_SERVER, False)
     assert outcomes(result)[contract.OK] > 0
     assert 10 <= outcomes(result)[contract.REFUSED_CONNECTION] < 300
+
+
+def test_more_users_than_files_that_may_be_open_are_refused_before_the_load(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = (
+        "import resource, sys, os; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    with ScriptedServer() as server:
+        words = ["-m", "locust", "-f", str(profile_path("normal")), "--headless", "-H", server.url, "-u", "300", "-r", "300", "-t", "5"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        )
+    assert (soft, hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert done.returncode == 2
+    assert "300 users need as many connections, and this process may open 200 files" in done.stderr
