@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     options.add_cli_options(load.add_argument, ("sweep", "windows"))
     load.add_argument("profile", nargs="?", help="name of a shipped profile, or path of a Locust file")
     load.add_argument("--path", metavar="NAME", help="print the path of a shipped profile, for locust -f, and stop")
+    load.add_argument("--show-options", action="store_true", help="list all options of the load and of its profile, for --load-option, and stop")
     load.add_argument("--requests", type=int, default=0, metavar="N", help="stop after N requests [default: 0, by time]")
     watch = add("watch", _watch, "show usage, free space and running requests live; no load is sent", SERVER)
     watch.add_argument("--count", type=int, default=0, metavar="N", help="stop after N readings [default: until Ctrl-C]")
@@ -207,6 +208,12 @@ def _load(arguments: argparse.Namespace) -> int:
 
         print(profile_path(arguments.path))
         return 0
+    if arguments.profile and arguments.show_options:
+        import subprocess
+
+        from pytest_kvcache.load.runner import profile_path
+
+        return subprocess.call([sys.executable, "-m", "locust", "-f", str(profile_path(arguments.profile)), "--kv-help"])
     if not arguments.profile:
         from pytest_kvcache.load.runner import profiles
 

@@ -14,6 +14,9 @@ from made_sessions import LLAMACPP, SMALL_LOADS, make_run, single_gates, verdict
 from scripted_server import ScriptedServer, launch_text
 
 from pytest_kvcache.cli import build_parser, main
+from pytest_kvcache.load.flags import _LOAD, _SERVER
+from pytest_kvcache.load.flags import flag as load_flag
+from pytest_kvcache.load.runner import profiles
 from pytest_kvcache.report.write import write_session
 
 
@@ -188,5 +191,16 @@ def test_every_command_of_the_readme_and_the_docs_exists(request: pytest.Fixture
         build_parser().parse_args(words)
     flags = {flag for page in pages for flag in re.findall(r"--kv-[a-z-]*[a-z]", page.read_text())}
     known = set(re.findall(r"--kv-[a-z-]*[a-z]", (request.config.rootpath / "docs" / "options.md").read_text()))
+    # what a load takes by hand is declared beside it, and what a profile adds in the profile
+    known |= {load_flag(name) for name, *_ in (*_SERVER, *_LOAD)} | {"--kv-help"}
+    declared = [*profiles().values(), request.config.rootpath / "pytest_kvcache" / "load" / "replay.py"]
+    known |= {load_flag(name) for path in declared for name in re.findall(r'ProfileOption\("(\w+)"', path.read_text())}
     engines_own = {"--kv-cache-dtype", "--kv-cache-memory-bytes", "--kv-type"}
     assert flags <= known | engines_own, flags - known
+
+
+def test_a_profile_shows_its_options(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "mixed", "--show-options"]) == 0
+    shown = capfd.readouterr().out
+    assert "--kv-long-share" in shown
+    assert "--kv-rate" in shown

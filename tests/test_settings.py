@@ -83,3 +83,14 @@ def test_the_command_line_speaks_without_the_prefix() -> None:
     arguments = build_parser().parse_args(["load", "longctx", "--endpoint", "http://a:1", "--users", "3", "--duration-s", "2m"])
     settings = settings_from(arguments)
     assert (settings.endpoint, settings.users, settings.duration_s) == (("http://a:1",), 3, 120.0)
+
+
+def test_a_load_is_given_what_was_asked_for_and_nothing_else() -> None:
+    assert resolve({}, {}).load_options("normal") == {}
+    asked = resolve({"rate": "5", "stages": "ramp", "trace": "t.csv", "load_option": ["long-share=0.2", "median=99"]}, {})
+    assert asked.load_options("mixed") == {"rate": 5.0, "stages": "ramp", "long_share": "0.2", "median": "99"}
+    assert asked.load_options("trace")["trace"] == "t.csv"
+    assert resolve({"max_in_flight": "7", "arrivals": "burst"}, {}).load_options("normal") == {"max_in_flight": 7, "arrivals": "burst"}
+    for name, value in (("load_option", ["median"]), ("rate", "-1"), ("max_in_flight", "0"), ("arrivals", "sometimes"), ("stages", " ")):
+        with pytest.raises(UsageError):
+            resolve({name: value}, {})
