@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from made_run import MadeRun
 
+from pytest_kvcache import experimenting
 from pytest_kvcache.errors import LaunchFailed, UsageError
 from pytest_kvcache.experimenting import Bench, Experiment
 from pytest_kvcache.judge import experiment
@@ -130,3 +131,15 @@ def test_what_was_kept_holds_no_key(tmp_path: Path) -> None:
     settings = Settings(before="srv --api-key sk-very-secret-1 --port {port}", after="srv --port {port}", header=("X-Key: sk-very-secret-2",))
     Experiment(settings, PLAN, quality=False, id="abc").run(tmp_path, Rig(tmp_path).bench())
     assert "very-secret" not in (tmp_path / experiment.FILE).read_text()
+
+
+def test_a_declared_change_of_the_longest_context_presses_both_sides_with_what_both_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experimenting, "longest_context", lambda target, settings: {"before": 4096, "after": 2048}[target.side])
+    rig = Rig(tmp_path)
+    make(tmp_path, rig, repeats=1, windows=1, expect_change="max_model_len")
+    assert rig.pinned == [2048]
+    assert rig.starts == 4, "each side once to read it, and once to measure"
+    other = Rig(tmp_path / "other")
+    make(tmp_path / "other", other, repeats=1, windows=1)
+    assert other.pinned == [None]
+    assert other.starts == 2

@@ -40,6 +40,7 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
         f"--kv-before={SERVER}",
         f"--kv-after={SERVER} --kv-cache-dtype fp8",
         "--kv-repeats=2",
+        "--kv-expect-change=kv_dtype",
         "--kv-users=3",
         "-k",
         "normal or quality or nothing_worse",
@@ -52,3 +53,29 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
     assert gates["quality"]["verdict"] == "PASS", printed
     assert gates["usage_not_worse"]["verdict"] != "FAIL", printed
     assert gates["usage_not_worse"]["after"]["value"] < 0.75 * gates["usage_not_worse"]["before"]["value"]
+
+
+def test_a_squeezed_pool_fails_on_free_blocks_and_preemptions(tmp_path: Path) -> None:
+    words = [
+        "--users",
+        "10",
+        "--output-tokens",
+        "200",
+        "--duration-s",
+        "10",
+        "--profile",
+        "normal",
+        "--no-quality",
+        "--repeats",
+        "1",
+        "--windows",
+        "2",
+    ]
+    sides = ["--before", SERVER, "--after", f"{SERVER} --num-gpu-blocks-override 140", "--expect-change", "num_gpu_blocks_override"]
+    command = [sys.executable, "-m", "pytest_kvcache.cli", "compare", *sides, *words]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    (session,) = (tmp_path / "reports").iterdir()
+    gates = {gate["name"]: gate for gate in json.loads((session / "verdict.json").read_text())["gates"]}
+    assert result.returncode == 1, result.stdout + result.stderr
+    for name in ("usage_not_worse", "free_not_worse", "preemptions_not_worse"):
+        assert gates[name]["verdict"] == "FAIL", result.stdout

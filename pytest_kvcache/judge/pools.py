@@ -48,9 +48,10 @@ def _tokens(tokens: float, blocks: float | None, size: float | None, before: Run
         found.append(f"{times} with the type {_text('kv_dtype', after)}, where about 2 were to be expected: some layers may have kept their type")
     ranks = round(tokens) if tokens >= 1 else round(1 / tokens)
     exact = abs(math.log(tokens if tokens >= 1 else 1 / tokens) - math.log(ranks)) <= _EXACT if ranks else False
-    if exact and 2 <= ranks <= _MOST_RANKS and not narrower and not (size_of_block is not None and not _alike(size_of_block)):
+    resized = (size is not None and not _alike(size)) or (size_of_block is not None and not _alike(size_of_block))
+    if exact and 2 <= ranks <= _MOST_RANKS and not narrower and not resized and before.engine_version != after.engine_version:
         found.append(
-            f"the pool changed by {ranks} times, to {_EXACT * 100:g} %: a whole number points at how heads are shared among ranks, not at memory"
+            f"the pool changed by {ranks} times, to {_EXACT * 100:g} %: with another build that points at how heads are shared among ranks, not at memory"
         )
     return found
 

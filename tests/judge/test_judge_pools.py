@@ -39,7 +39,7 @@ def test_a_smaller_pool_of_another_build_may_be_the_right_one() -> None:
 
 def test_a_whole_multiple_points_at_sharding() -> None:
     # Qwen3-32B TP4: 814 blocks, then 3,258
-    found = notes(stated(pool_blocks=814, pool_tokens=814 * 256), stated(pool_blocks=3258, pool_tokens=3258 * 256))
+    found = notes(stated(pool_blocks=814, pool_tokens=814 * 256), stated("2", pool_blocks=3258, pool_tokens=3258 * 256))
     assert any("by 4 times" in note and "shared among ranks" in note for note in found)
 
 
@@ -56,3 +56,5 @@ def test_blocks_of_another_size_are_no_relabelling_and_equal_pools_say_nothing()
     found = notes(stated(pool_tokens=100_000, pool_blocks=6250, block_size=16), stated(pool_tokens=200_000, pool_blocks=6250, block_size=32))
     assert not any("counted another way" in note or "ranks" in note for note in found)
     assert notes(stated(), stated(pool_tokens=5)) == []
+    assert notes(stated(pool_tokens=4096, pool_bytes=4 << 20), stated("2", pool_tokens=8192, pool_bytes=8 << 20)) == [], "twice the memory"
+    assert notes(stated(pool_tokens=4096), stated(pool_tokens=8192)) == [], "a pool that was set to twice its size"
