@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from pytest_kvcache.conditions import INCONCLUSIVE
 from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.judge import experiment
 from pytest_kvcache.judge.experiment import Cell
@@ -99,12 +100,16 @@ class Experiment:
             found += self._cell(cell, folder, bench)
         return found
 
-    def judged(self, folder: Path) -> list[str]:
-        """Note in the record that a verdict is given now, and return what it must say of earlier ones."""
+    def judged(self, folder: Path, verdict: str) -> list[str]:
+        """Note in the record that a verdict is given now, and return what it must say of the repeats and of earlier verdicts."""
         repeats = len({cell.repeat for cell in self.record.finished})
         self.record = msgspec.structs.replace(self.record, judged_repeats=[*self.record.judged_repeats, repeats])
         experiment.write(folder, self.record)
-        return list(experiment.looks(self.record))
+        starts = f"{repeats} repeats in ABBA order, each side started anew for each" if self.settings.repeats > 1 else "each side started once"
+        times = len(self.record.resumed_wall_s)
+        broken = [f"broken off and taken up again {times} time{'s' if times > 1 else ''}"] if times else []
+        more = f"more repeats go on from these: the same command with --kv-resume={folder} and a higher --kv-repeats"
+        return [starts, *broken, *experiment.looks(self.record), *([more] if verdict == INCONCLUSIVE else [])]
 
     def _cell(self, cell: Cell, folder: Path, bench: Bench) -> list[Measured]:
         began_wall_s = time.time()

@@ -59,6 +59,8 @@ class Servers:
         if is_address(text):
             return self.attach([text], side)
         spec = parse_command(text)
+        if spec.engine and self.settings.gpus:
+            raise UsageError(f"--kv-gpus was given, and the engine {spec.engine} of ours runs on the CPU", hint="leave --kv-gpus out")
         # an engine of ours runs on the CPU
         cards = None if spec.engine else self._ready_cards(spec.env)
         is_default = not (self.settings.launch or side)

@@ -273,7 +273,7 @@ class Session:
         comparison = compare(self.before_analyses(), self.after_analyses(), self.settings)
         apart = ["the sides were measured at different times: drift of the machine between them is not covered"] if self.settings.baseline else []
         if self._experiment is not None:
-            apart = self._experiment.judged(self.folder)
+            apart = self._experiment.judged(self.folder, comparison.verdict)
         self.notes += [note for note in (*comparison.notes, *apart, *self._servers.notes) if note not in self.notes]
         self.problems += [problem.text for problem in comparison.problems if problem.text not in self.problems]
         return comparison

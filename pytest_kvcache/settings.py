@@ -275,6 +275,8 @@ def _check(settings: Settings) -> None:
         )
     if settings.before and settings.baseline:
         raise UsageError("--kv-before/--kv-after and --kv-baseline exclude each other", hint="name the side before the change in one way")
+    if settings.gpus and (settings.endpoint or not (settings.launch or settings.before)):
+        raise UsageError("--kv-gpus sets what a launched server sees", hint="launch the server with --kv-launch, or leave it out")
     if settings.repeats < 1:
         raise UsageError("--kv-repeats must be at least 1", hint="5 is the least that covers the spread between restarts well")
     if len(named) > 1:

@@ -143,3 +143,14 @@ def test_a_declared_change_of_the_longest_context_presses_both_sides_with_what_b
     make(tmp_path / "other", other, repeats=1, windows=1)
     assert other.pinned == [None]
     assert other.starts == 2
+
+
+def test_the_verdict_says_how_it_was_measured_and_how_to_go_on(tmp_path: Path) -> None:
+    make(tmp_path, Rig(tmp_path), repeats=2)
+    settings = Settings(before="a {port}", after="b {port}", repeats=3, resume=str(tmp_path))
+    again = Experiment(settings, PLAN, quality=True, id="x")
+    again.run(tmp_path, Rig(tmp_path).bench())
+    said = again.judged(tmp_path, "INCONCLUSIVE")
+    assert said[:2] == ["3 repeats in ABBA order, each side started anew for each", "broken off and taken up again 1 time"]
+    assert f"--kv-resume={tmp_path} and a higher --kv-repeats" in said[-1]
+    assert again.judged(tmp_path, "PASS") == said[:2]
