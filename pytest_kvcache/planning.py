@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pytest_kvcache.capacity.planner import Plan
     from pytest_kvcache.capacity.told import Told
 
 
@@ -133,9 +134,22 @@ def _check(arguments: argparse.Namespace, stated: dict[str, object]) -> tuple[To
         raise CannotJudge(found.why[:1500], hint="a start-up log, a scrape of /metrics, or the address of a server")
     given, notes = settings_of(said, stated)
     stated |= given
-    if not ({"kv_memory", "gpu_memory", "num_gpu_blocks_override"} & stated.keys()) and said.kv_bytes is not None:
-        stated["kv_memory"] = round(said.kv_bytes.middle)
     return said, notes
+
+
+def _held_to(arguments: argparse.Namespace, stated: dict[str, object]) -> Plan:
+    """Return the plan beside the engine's own figures. What only the engine states is taken from it; the comparison itself takes its memory as printed."""
+    from pytest_kvcache.capacity import plan
+    from pytest_kvcache.capacity.agreement import adopted, check
+
+    memory = bool({"kv_memory", "gpu_memory"} & stated.keys())
+    said, notes = _check(arguments, stated)
+    first = plan(arguments.config, **stated)  # type: ignore[arg-type]
+    stated |= adopted(first.answer.question, said)
+    made = plan(arguments.config, **stated)  # type: ignore[arg-type]
+    question = made.answer.question
+    agreement = check(question if memory else replace(question, kv_bytes=None), said)
+    return replace(made, agreement=agreement, notes=(*notes, *made.notes))
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -144,14 +158,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from pytest_kvcache.capacity.showing import plan_json, plan_markdown, plan_text
 
     stated = _stated(arguments)
-    memory = bool({"kv_memory", "gpu_memory"} & stated.keys())
-    said, notes = _check(arguments, stated) if arguments.check else (None, [])
-    made = plan(arguments.config, **stated)  # type: ignore[arg-type]
-    if said is not None:
-        from pytest_kvcache.capacity.agreement import check
-
-        question = made.answer.question
-        made = replace(made, agreement=check(question if memory else replace(question, kv_bytes=None), said), notes=(*notes, *made.notes))
+    made = _held_to(arguments, stated) if arguments.check else plan(arguments.config, **stated)  # type: ignore[arg-type]
     if arguments.json:
         print(json.dumps(plan_json(made), indent=1))
     elif arguments.markdown:

@@ -65,10 +65,14 @@ def settings_of(said: Told, stated: dict[str, Any]) -> tuple[dict[str, Any], lis
 
 def check(question: Question, said: Told) -> Agreement:
     """Return ours beside theirs. Where the user stated no memory, the engine's own is taken, and its blocks follow from that."""
-    question = _sized(question, said)
     base = _compare(question, said)
     explanations = list(_facts(question, said))
     if not base:
+        if said.tokens is not None and said.concurrency is not None:
+            explanations.append(
+                f"the engine's {said.tokens.middle:,.0f} tokens are its concurrency x max length, and no memory or block count is told beside them:"
+                " they say nothing that could be held to a plan; give the line with the memory, or a scrape"
+            )
         return Agreement((), tuple(explanations) or ("the engine tells nothing that a plan could be held to",), DIFFERENT)
     wrong = [row for row in base if row.verdict == DIFFERENT]
     if wrong:
@@ -83,18 +87,29 @@ def check(question: Question, said: Told) -> Agreement:
     return Agreement(tuple(base), tuple(dict.fromkeys(explanations)), worst)
 
 
-def _sized(question: Question, said: Told) -> Question:
-    """Return the question with the block size that leads to the engine's, and with its memory where none was stated."""
-    if question.shape.block_size is None and said.block_size is not None and question.shape.engine == "vllm":
-        # what the engine shows is the size after kinds were made to match; what was asked for leads to it
-        for size in (None, said.block_size, said.block_size // 2, 16, 32, 64, 128):
-            try:
-                if size != 0 and answer(question.with_shape(block_size=size)).layout.block_size == said.block_size:
-                    return question.with_shape(block_size=size)
-            except KvError:
-                continue
-        return question.with_shape(block_size=said.block_size)
-    return question
+def adopted(question: Question, said: Told) -> dict[str, Any]:
+    """Return what follows from the engine's figures and nobody stated, as arguments of ``plan``: the block size that leads to the engine's, and the
+    memory of its pool."""
+    found: dict[str, Any] = {}
+    if question.shape.block_size is None and said.block_size is not None and question.shape.engine in ("vllm", "paged"):
+        question = _sized(question, said.block_size)
+        found["block_size"] = question.shape.block_size
+    if question.kv_bytes is None and question.card is None and question.shape.num_gpu_blocks_override is None:
+        memory = _memory(question, said)
+        if memory is not None:
+            found["kv_memory"] = (memory[0] + memory[1]) // 2
+    return found
+
+
+def _sized(question: Question, shown: int) -> Question:
+    """Return the question with the block size that leads to the one that the engine shows: that is the size after kinds were made to match."""
+    for size in (None, shown, shown // 2, 16, 32, 64, 128):
+        try:
+            if size != 0 and answer(question.with_shape(block_size=size)).layout.block_size == shown:
+                return question.with_shape(block_size=size)
+        except KvError:
+            continue
+    return question.with_shape(block_size=shown)
 
 
 def _memory(question: Question, said: Told) -> tuple[int, int] | None:
@@ -106,7 +121,22 @@ def _memory(question: Question, said: Told) -> tuple[int, int] | None:
     if question.card is not None:
         ledger = answer(question).ledger
         return (ledger.kv_bytes, ledger.kv_bytes) if ledger is not None else None
+    layout = answer(replace(question, card=None, kv_bytes=None)).layout
+    if said.blocks is not None:
+        return (int(said.blocks.middle) * layout.bytes_per_block,) * 2
+    if said.tokens is not None and said.concurrency is not None and layout.unit == "blocks" and not _is_product(said, layout.max_model_len):
+        # an older label, which gives each group its share of the blocks
+        groups, size = max(len(layout.groups), 1), min((group.block_size for group in layout.groups), default=1)
+        least = int(said.tokens.middle) // size * groups
+        return least * layout.bytes_per_block, (least + groups - 1) * layout.bytes_per_block
     return None
+
+
+def _is_product(said: Told, length: int) -> bool:
+    """Whether the token figure is concurrency x max length, and tells nothing of its own."""
+    assert said.tokens is not None
+    assert said.concurrency is not None
+    return said.concurrency.low * length - 1 <= said.tokens.middle <= said.concurrency.high * length + 1
 
 
 def _asked(question: Question, kv_bytes: int) -> Answer:
@@ -120,8 +150,6 @@ def _compare(question: Question, said: Told) -> list[Compared]:
     rows: list[Compared] = []
     bare = answer(replace(question, card=None, kv_bytes=None))
     page = bare.layout.bytes_per_block
-    if memory is None and override is None and said.blocks is not None and page:
-        memory = (int(said.blocks.middle) * page,) * 2
     if memory is None and override is None:
         return rows
     low, high = (_asked(question, memory[0]), _asked(question, memory[1])) if memory else (bare, bare)
@@ -158,7 +186,7 @@ def _tokens(low: Answer, high: Answer, theirs: Span) -> Compared:
     """Compare the token figure by each definition that engines have had: concurrency x length, blocks x size, blocks per group x size."""
     assert low.pool is not None
     assert high.pool is not None
-    size, groups = low.layout.block_size, max(len(low.layout.groups), 1)
+    groups, size = max(len(low.layout.groups), 1), min((group.block_size for group in low.layout.groups), default=1)
     now = _row("pool tokens", "tokens", (low.pool.pool_tokens, high.pool.pool_tokens), theirs)
     if now.verdict == EQUAL or low.layout.unit != "blocks":
         return now
@@ -182,7 +210,7 @@ def _concurrency(low: Answer, high: Answer, theirs: Span) -> Compared:
     assert low.pool is not None
     assert high.pool is not None
     now = _row("max concurrency", "requests", (low.pool.max_concurrency, high.pool.max_concurrency), theirs)
-    if now.verdict == EQUAL or len(low.layout.groups) != 1 or low.layout.unit != "blocks":
+    if now.verdict == EQUAL or len(low.layout.groups) != 1 or low.layout.groups[0].window or low.layout.unit != "blocks":
         return now
     slots = tuple(pool.pool_blocks * low.layout.block_size / low.pool.max_model_len for pool in (low.pool, high.pool))
     if theirs.holds(*slots):
@@ -282,8 +310,10 @@ def _changes(question: Question, said: Told) -> Iterator[Change]:
         return lambda asked: replace(asked, architecture=made)
 
     now = answer(replace(question, card=None, kv_bytes=None)).growth.kv_dtype
-    for kind in ("fp8", "bfloat16", "float32", "fp8_ds_mla"):
-        if kind != now:
+    # float32 would explain any head count that is wrong by two, so it counts only where the model states it
+    kinds = ["fp8", "bfloat16", "fp8_ds_mla"] + (["float32"] if architecture.dtype in ("float32", "torch.float32") else [])
+    for kind in kinds if "kv_dtype" not in said.settings and shape.engine != "llamacpp" else ():
+        if kind != now and (kind != "bfloat16" or now != "float16"):
             yield f"data type: the engine keeps its cache as {kind} and not as {now}", with_shape(kv_dtype=kind)
     windows = architecture.of_kind("sliding", "chunked")
     if windows:

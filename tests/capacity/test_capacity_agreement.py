@@ -1,0 +1,260 @@
+"""Field cases: what people pasted of their engines, and the right answer about it. Sources are the public threads that each test names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_models import GPT_OSS_120B, LLAMA_2_7B, LLAMA_2_70B, LLAMA_31_8B, QWEN3_14B, QWEN3_30B, QWEN3_32B, QWEN3_235B, QWEN25_7B, STARCODER2_3B
+
+from pytest_kvcache import cli
+
+GIB = 1 << 30
+CONFIGS = Path(__file__).parents[1] / "data" / "capacity" / "configs"
+Check = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    def run(config: dict[str, Any] | str, log: str, *words: str, code: int = 0) -> dict[str, Any]:
+        path = CONFIGS / str(config) if isinstance(config, str) else tmp_path / "config.json"
+        if not isinstance(config, str):
+            path.write_text(json.dumps(config))
+        (tmp_path / "server.log").write_text(log)
+        got = cli.main(["plan", str(path), "--check", str(tmp_path / "server.log"), "--json", *words])
+        out = capsys.readouterr()
+        body = json.loads(out.out) if out.out else {}
+        assert got == code, json.dumps({name: body.get(name) for name in ("verdict", "verdict_text", "pool_blocks", "agreement")}) + out.err
+        found: dict[str, Any] = json.loads(out.out)
+        return found
+
+    return run
+
+
+def v1(memory: str, tokens: str, length: str = "", concurrency: str = "", worker: str = "") -> str:
+    """Return the capacity lines of vLLM V1, as its logs have them."""
+    lines = [f"INFO 08-06 01:01:01 [gpu_worker.py:276] Available KV cache memory: {memory} GiB"] if memory else []
+    lines.append(f"INFO 08-06 01:01:01 [kv_cache_utils.py:1086] GPU KV cache size: {tokens} tokens")
+    if length:
+        lines.append(f"INFO 08-06 01:01:01 [kv_cache_utils.py:1090] Maximum concurrency for {length} tokens per request: {concurrency}x")
+    return "\n".join([worker + line for line in lines]) + "\n"
+
+
+def said(found: dict[str, Any]) -> str:
+    return " | ".join(found["agreement"]["explanations"])
+
+
+def test_a_pool_that_shrank_with_a_longer_max_length_is_the_profile_run(check: Check) -> None:
+    # vllm issue 10517
+    log = (
+        "INFO 11-21 01:01:01 config.py:1 Initializing an LLM engine (v0.6.3) with config: model='llama', max_seq_len=20000, enable_prefix_caching=False\n"
+        "INFO 11-21 01:01:01 gpu_executor.py:122] # GPU blocks: 1952, # CPU blocks: 2048\n"
+        "INFO 11-21 01:01:01 gpu_executor.py:126] Maximum concurrency for 20000 tokens per request: 1.56x\n"
+    )
+    found = check(LLAMA_31_8B, log, "--block-size", "16")
+    assert found["agreement"]["verdict"] == "equal"
+    assert found["pool_bytes"] in (1952 * 2**21, None)
+    assert found["max_concurrency"] == pytest.approx(1.5616)
+
+
+def test_a_start_whose_length_is_larger_than_the_pool_is_refused_here_too(check: Check) -> None:
+    # vllm issues 10517, 13061: 1478 blocks hold 23,648 tokens
+    log = (
+        "ValueError: The model's max seq len (29000) is larger than the maximum number of tokens that can be stored in KV cache (23648)."
+        " Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine.\n"
+    )
+    found = check(LLAMA_31_8B, log, "--block-size", "16", "--kv-memory", str(1478 * 2**21), code=1)
+    assert not found["starts"]
+    assert found["pool_blocks"] * 16 == 23648
+    assert found["bytes_per_sequence"] / GIB == pytest.approx(3.54, abs=0.005)
+    assert "blocks x block size" in said(found)
+
+
+def test_a_sliding_request_is_charged_for_tokens_in_flight_and_a_block_more(check: Check) -> None:
+    # vllm pull 19029, before and after
+    after = check(STARCODER2_3B, v1("62.90", "2,198,512", "16,384", "178.68"), "--max-num-batched-tokens", "8192", "--set", "async_scheduling=false")
+    assert after["growth_bytes_per_token"] == 0
+    assert after["blocks_per_request"] == 769
+    assert after["agreement"]["verdict"] in ("equal", "explained")
+    before = check(STARCODER2_3B, v1("62.90", "2,198,512", "16,384", "134.19"), "--max-num-batched-tokens", "8192")
+    assert before["agreement"]["verdict"] == "explained"
+    assert "charges them as full ones" in said(before)
+
+
+def test_two_engines_with_equal_looking_gigabytes_are_told_apart_by_their_rate(check: Check) -> None:
+    # vllm issue 21348: SGLang prints K and V apart, and calls GiB "GB"
+    log = (
+        "[2025-07-22 01:01:01 TP0] KV Cache is allocated. #tokens: 367404, K size: 8.23 GB, V size: 8.23 GB\n"
+        "[2025-07-22 01:01:01 TP0] max_total_num_tokens=367404, chunked_prefill_size=8192, max_prefill_tokens=16384, max_running_requests=2048,"
+        " context_len=40960\n"
+    )
+    found = check(QWEN3_235B, log, "--tp", "4", "--dtype", "bfloat16")
+    assert found["engine"] == "sglang"
+    assert found["growth_bytes_per_token"] == 48128
+    assert found["agreement"]["verdict"] == "equal"
+    # vLLM's 8.11 GiB would be 180,935 tokens: the line is probably another rank's
+    vllm = check(QWEN3_235B, v1("8.11", "178,880"), "--tp", "4", "--dtype", "bfloat16", "--block-size", "16", "--max-model-len", "40960", code=1)
+    assert vllm["agreement"]["verdict"] == "different"
+    (row,) = vllm["agreement"]["rows"]
+    assert row["ours"][0] <= 180_935 <= row["ours"][1] + 16
+
+
+def test_a_label_is_no_growth_rate(check: Check) -> None:
+    # hf-mem issue 60, vllm pull 40694: both labels of one memory
+    common = ("--max-num-batched-tokens", "8192", "--set", "async_scheduling=false")
+    found = check(GPT_OSS_120B, v1("5.38", "78,384", "131,072", "1.12"), *common)
+    assert found["growth_bytes_per_token"] == 36864
+    assert found["blocks_per_request"] == 8713
+    assert "older label" in said(found)
+    newer = check(GPT_OSS_120B, v1("5.38", "147,393", "131,072", "1.12"), *common)
+    assert newer["agreement"]["verdict"] == "equal"
+    # without being told the tokens in flight, they are found
+    alone = check(GPT_OSS_120B, v1("5.38", "78,384", "131,072", "1.12"))
+    assert "8,192 tokens in flight" in said(alone)
+
+
+def test_exact_bytes_are_held_exactly(check: Check) -> None:
+    # TensorRT-LLM issue 1400
+    log = (
+        "[TensorRT-LLM][INFO] TRTGptModel maxSequenceLen: 4096\n"
+        "[TensorRT-LLM][INFO] Allocate 69524783104 bytes for k/v cache.\n[TensorRT-LLM][INFO] Using 132608 tokens in paged KV cache.\n"
+    )
+    found = check(LLAMA_2_7B, log)
+    assert found["engine"] == "paged"
+    assert found["agreement"]["verdict"] == "equal"
+    wrong = check({**LLAMA_2_7B, "num_key_value_heads": 16}, log, code=1)
+    assert wrong["agreement"]["verdict"] == "different"
+
+
+def test_a_whole_card_is_added_up_from_its_log(check: Check) -> None:
+    # vllm issue 15783
+    log = (
+        "INFO 03-30 01:01:01 config.py:1 Initializing an LLM engine (v0.8.2) with config: model='qwen', max_seq_len=10240, enable_prefix_caching=False\n"
+        "INFO 03-30 01:01:01 worker.py:267] the current vLLM instance can use total_gpu_memory (79.32GiB) x gpu_memory_utilization (0.80) = 63.45GiB\n"
+        "INFO 03-30 01:01:01 worker.py:267] model weights take 15.53GiB; non_torch_memory takes 0.09GiB; PyTorch activation peak memory takes 1.72GiB;"
+        " the rest of the memory reserved for KV Cache is 46.11GiB.\n"
+        "INFO 03-30 01:01:01 executor_base.py:111] # cuda blocks: 53965, # CPU blocks: 4681\n"
+        "INFO 03-30 01:01:01 executor_base.py:116] Maximum concurrency for 10240 tokens per request: 84.32x\n"
+    )
+    card = ("--gpu-memory", "79.32GiB", "--utilization", "0.8", "--weights", "15.53GiB", "--block-size", "16")
+    found = check(QWEN25_7B, log, *card, "--activation", "1.72GiB", "--other", "0.09GiB", "--graphs", "0")
+    assert found["growth_bytes_per_token"] == 57344
+    assert "it adds up" in said(found)
+    assert found["pool_blocks"] == pytest.approx(53965, abs=8)
+    bare = check(QWEN25_7B, log, *card)
+    assert "the profile run names activation 1.72 GiB, other 0.09 GiB" in said(bare)
+    assert "no name" not in said(bare)
+
+
+def test_a_build_that_charges_cross_attention_like_self_attention_is_named(check: Check) -> None:
+    # vllm pull 12126
+    log = (
+        "INFO 01-16 01:01:01 config.py:1 Initializing an LLM engine (v0.6.6) with config: model='mllama', max_seq_len=4096, enable_prefix_caching=False\n"
+        "INFO 01-16 01:01:01 worker.py:267] model weights take 19.90GiB; non_torch_memory takes 0.10GiB; PyTorch activation peak memory takes 1.00GiB;"
+        " the rest of the memory reserved for KV Cache is 14.65GiB.\n"
+        "INFO 01-16 01:01:01 gpu_executor.py:76] # CUDA blocks: 6001, # CPU blocks: 1638\n"
+    )
+    # vLLM 0.32 serves the model no more, so a plan for 0.32 fails
+    found = check("llama-3.2-11b-vision.json", log, "--block-size", "16", code=1)
+    assert "0.10.2" in found["reason"]
+    assert found["growth_bytes_per_token"] == 131072
+    assert found["agreement"]["verdict"] == "explained"
+    assert "charges its 8 layers like self-attention" in said(found)
+
+
+def test_one_request_and_a_remainder_is_not_about_two(check: Check) -> None:
+    # LMCache issue 1739
+    found = check(QWEN3_14B, v1("6.51", "42,656", "32,768", "1.30"), "--block-size", "16", "--length", "32600", "--concurrency", "2", code=1)
+    assert found["agreement"]["verdict"] == "equal"
+    assert found["verdict"] == "FAIL"
+    assert found["requests"] == 1
+
+
+def test_a_token_figure_below_the_max_length_does_not_block_a_working_config(check: Check) -> None:
+    # vllm issue 39734: 37,392 tokens and yet 1.53 requests of 262,144
+    found = check("gemma-4-31b.json", v1("", "37,392", "262,144", "1.53"), "--block-size", "16")
+    assert found["starts"]
+    assert found["verdict"] == "PASS"
+    assert found["pool_blocks"] == pytest.approx(14022, abs=6)  # 2,337 x 6 groups
+    # 8,192 + 5 x 193 blocks a request: 14,022 / 9,157 = 1.53
+    assert "2,048 tokens in flight" in said(found)
+    assert "older label" in said(found)
+
+
+def test_a_block_count_that_the_card_cannot_hold_is_flagged(check: Check) -> None:
+    # TensorRT-LLM issue 224: 8348 blocks of 8 MiB on an A10
+    log = "INFO 11-01 01:01:01 llm_engine.py:205] # GPU blocks: 8348, # CPU blocks: 512\n"
+    found = check(LLAMA_2_7B, log, "--gpu-memory", "22.05GiB", "--utilization", "0.9", "--weights", "13GiB", "--block-size", "16", code=1)
+    assert "impossible" in said(found)
+    assert "65." in said(found)
+
+
+def test_fp8_is_counted_and_the_lost_memory_is_named(check: Check) -> None:
+    # vllm issue 25350
+    first = check({**QWEN3_30B, "torch_dtype": "bfloat16"}, v1("10.55", "230,528", "100,000", "2.31"), "--kv-dtype", "fp8", "--block-size", "16")
+    assert first["growth_bytes_per_token"] == 49152
+    assert first["agreement"]["verdict"] in ("equal", "explained")
+    log = (
+        "ValueError: To serve at least one request with the models's max seq len (221000), (10.12 GiB KV cache is needed, which is larger than the available"
+        " KV cache memory (5.59 GiB). Based on the available memory, the estimated maximum model length is 122080. Try increasing"
+        " `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine.\n"
+    )
+    second = check(QWEN3_30B, log, "--kv-dtype", "fp8", "--block-size", "16", code=1)
+    assert not second["starts"]
+    assert second["agreement"]["verdict"] == "equal"
+    assert {row["name"] for row in second["agreement"]["rows"]} == {"memory for one request of max length", "longest length that starts"}
+
+
+def test_a_checkpoint_that_asks_for_fp8_is_found_out(check: Check) -> None:
+    # half of the rate that a bfloat16 plan has, with nothing in the configuration that says so
+    found = check({**LLAMA_31_8B, "torch_dtype": "bfloat16"}, v1("16.00", "262,144", "8,192", "32.00"), "--block-size", "16")
+    assert found["agreement"]["verdict"] == "explained"
+    assert "keeps its cache as fp8" in said(found)
+
+
+def test_a_profiling_fix_that_shrinks_a_pool_is_memory_and_not_the_rate(check: Check) -> None:
+    # vllm pull 2031: Llama-2-70B on four cards, 31,615 and then 20,865 blocks
+    for blocks, memory in ((31615, 38.6), (20865, 25.5)):
+        log = f"INFO 12-10 01:01:01 llm_engine.py:223] # GPU blocks: {blocks}, # CPU blocks: 3276\n"
+        found = check(LLAMA_2_70B, log, "--tp", "4", "--block-size", "16", "--kv-memory", f"{blocks * 1.25}MiB")
+        assert found["bytes_per_block"] == 1.25 * 2**20
+        assert found["pool_bytes"] / GIB == pytest.approx(memory, abs=0.05)
+        assert found["agreement"]["verdict"] == "equal"
+
+
+def test_a_ratio_of_exactly_the_parallelism_is_sharding_and_not_memory(check: Check) -> None:
+    # transformers pull 48566: Qwen3-32B on four cards, sized with unsharded heads
+    memory = 814 * 256 * 262144
+    log = v1(f"{memory / GIB:.2f}", "208,384", "32,768", "6.36")
+    found = check(QWEN3_32B, log, "--tp", "4", "--block-size", "256", "--max-model-len", "32768")
+    assert found["agreement"]["verdict"] == "explained"
+    assert "the heads are not sharded" in said(found)
+
+
+def test_an_override_is_an_artificial_pool_and_its_memory_is_not_its_size(check: Check) -> None:
+    # seen on vLLM 0.32: the label of the memory stays as it was
+    scrape = (
+        'vllm:cache_config_info{block_size="32",cache_dtype="auto",effective_attention_block_size="32",enable_prefix_caching="True",'
+        'kv_cache_max_concurrency="1.015625",kv_cache_memory_bytes="1073741824",kv_cache_size_tokens="2080",num_gpu_blocks="65",'
+        'num_gpu_blocks_override="65",engine="0"} 1.0\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+    )
+    found = check(LLAMA_31_8B, scrape, "--max-model-len", "2048")
+    assert found["agreement"]["verdict"] == "equal"
+    assert "artificial" in said(found)
+    assert found["pool_blocks"] == 65
+
+
+def test_what_nothing_explains_is_a_finding(check: Check) -> None:
+    found = check(LLAMA_31_8B, v1("16.00", "99,984", "8,192", "12.20"), "--block-size", "16", code=1)
+    assert found["agreement"]["verdict"] == "different"
+    assert "times ours" in said(found)
+
+
+def test_a_text_that_tells_nothing_cannot_be_held_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    (tmp_path / "x.log").write_text("hello\n")
+    assert cli.main(["plan", str(tmp_path), "--check", str(tmp_path / "x.log")]) == 3
+    assert "cannot judge" in capsys.readouterr().err
