@@ -145,8 +145,6 @@ def _decoder(fields: Fields) -> tuple[list[Layer], int]:
             layers.append(_attention(fields, widths, kind, index, cross=index in cross))
             if kind == "both":
                 layers[-1] = replace(layers[-1], state=state)
-    if fields.family in families.TWO_CACHES_A_LAYER:
-        layers = [layer for layer in layers for _ in range(2)]
     queries = fields.whole("num_attention_heads", default=0) or 0 if latent else widths.query_heads if widths else 0
     return layers, queries
 

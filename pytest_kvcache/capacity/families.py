@@ -58,6 +58,8 @@ LATENT = _names("""deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_ds
     dots3_note""")
 # Their code keeps K and V of every head, though a latent could be kept.
 EXPANDED = frozenset({"minicpm3"})
+# vLLM's code of these takes no notice of layers that slide beside full ones.
+ALL_KEPT_BY_VLLM = frozenset({"qwen2_moe"})
 TWO_CACHES_A_LAYER = frozenset({"longcat_flash"})
 
 # Families that keep something which no number here describes: refused, with what is not known.

@@ -35,6 +35,10 @@ def layer_count(fields: Fields) -> int:
             listed = fields.listed(key)
             if listed:
                 return _bounded(len(listed), fields)
+    if fields.family in families.TWO_CACHES_A_LAYER:
+        # num_layers counts decoder layers of two attention parts each, num_hidden_layers (where a library wrote it) the parts
+        whole = fields.whole("num_layers", least=1)
+        return _bounded(2 * whole if whole else fields.need("num_hidden_layers"), fields)
     return _bounded(fields.need(*COUNT), fields)
 
 

@@ -86,7 +86,8 @@ class Layout:
     is the full-attention group's (the smallest group's without one), as the engine shows it; ``null_blocks`` are blocks that no request can hold.
     ``in_flight_tokens`` is what window groups are charged for on top of their window. ``refusal`` says why the engine would not start, whatever the
     memory ("" it would). ``assumptions`` and ``notes`` are sentences for the reader. ``fixed_bytes`` are recurrent states that lie outside the blocks
-    (SGLang: of one request; llama.cpp: of all slots). ``slots`` and ``unified`` are llama.cpp's.
+    (SGLang: of one request; llama.cpp: of all slots). ``slots`` and ``unified`` are llama.cpp's. ``encoder_tokens`` is
+    what vLLM charges cross-attention groups for: the batched tokens, or the tokens of one input where they are more.
     """
 
     engine: Engine
@@ -104,6 +105,7 @@ class Layout:
     notes: tuple[str, ...] = ()
     slots: int = 0
     unified: bool = False
+    encoder_tokens: int = 0
 
     def at_length(self, max_model_len: int) -> Layout:
         """Return the same layout for another longest length."""

@@ -38,7 +38,7 @@ def _group_blocks(layout: Layout, group: Group, tokens: int, live: bool) -> int:
     if group.kind == "state":
         return group.states
     if group.kind == "cross":
-        return ceil_div(layout.shape.encoder_tokens, size)
+        return ceil_div(layout.encoder_tokens, size)
     held = ceil_div(ceil_div(tokens, layout.shape.dcp), size)
     if group.window is None or group.kind not in ("sliding", "chunked"):
         return held

@@ -188,7 +188,7 @@ def request_equation(layout: Layout, tokens: int) -> str:
         elif group.kind == "chunked" and group.window is not None:
             term = f"ceil(min({group.window:,}+{layout.in_flight_tokens:,}, {tokens:,})/{size})"
         elif group.kind == "cross":
-            term = f"ceil({layout.shape.encoder_tokens:,}/{size})"
+            term = f"ceil({layout.encoder_tokens:,}/{size})"
         else:
             held = f"{tokens:,}" if layout.shape.dcp == 1 else f"ceil({tokens:,}/{layout.shape.dcp})"
             term = f"ceil({held}/{size})"

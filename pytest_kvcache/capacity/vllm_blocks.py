@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pytest_kvcache.capacity import families
 from pytest_kvcache.capacity.formats import VLLM_CACHE_TYPES, parse_format, parse_pair
 from pytest_kvcache.capacity.growth import (
     check_parallel,
@@ -82,6 +83,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
         block_size=min(attention or [group.block_size for group in groups] or [block_size]),
         max_model_len=length,
         in_flight_tokens=batched * shape.batches_in_flight,
+        encoder_tokens=max(batched, shape.encoder_tokens),
         null_blocks=1,
         refusal=refusal,
         assumptions=tuple(assumptions),
@@ -147,7 +149,11 @@ def _caches(
             made.append(_Cache(index, "state", _state_shape(layer.state, shape.tp), block_size if aligned else length, page, states=blocks))
         if layer.kind not in ("state", "none", "shared"):
             made += _attention_caches(index, layer, cache_type, shape, block_size)
-    if not shape.hybrid or (not shape.chunked_local_hybrid and any(cache.kind == "chunked" for cache in made)):
+    if (
+        architecture.model_type in families.ALL_KEPT_BY_VLLM
+        or not shape.hybrid
+        or (not shape.chunked_local_hybrid and any(cache.kind == "chunked" for cache in made))
+    ):
         made = _all_full(made)
     return made
 
@@ -259,6 +265,10 @@ def _refusal(architecture: Architecture, shape: EngineShape, caches: Sequence[_C
     if shape.platform == "cpu":
         if any(layer.index_size for layer in architecture.layers):
             return "Sparse Attention is not supported on CPU"
+        if architecture.latent and shape.prefix_caching and any(layer.state for layer in architecture.layers):
+            return (
+                "latent and recurrent layers together: the CPU build switches prefix caching off and then refuses (--no-enable-prefix-caching starts)"
+            )
         given = shape.block_size
         if given and not architecture.latent and any(cache.kind != "state" for cache in caches) and given % CPU_KERNEL_BLOCK:
             return f"No common block size for {given} (CPU_ATTN: [MultipleOf({CPU_KERNEL_BLOCK})])"

@@ -101,6 +101,7 @@ def test_partly_sliding_qwen2_is_read_and_refused_by_vllm() -> None:
         ("deepseek_v3", {}, "mmmm"),
         ("deepseek_v2", {"kv_lora_rank": None}, "ffff"),
         ("longcat_flash", {"num_layers": 2, "num_hidden_layers": None}, "mmmm"),
+        ("longcat_flash", {"num_layers": 2}, "mmmm"),
         ("hunyuan", {"use_cla": True, "cla_share_factor": 2, "num_key_value_heads": 2}, "f=f="),
         ("gpt_neo", {"attention_types": [[["global", "local"], 2]], "num_heads": 8}, "fsfs"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, "fffs"),
