@@ -116,4 +116,9 @@ def check_pair(before: RunRecord, after: RunRecord) -> list[Problem]:
     apis = [str(record.settings.get("api", {}).get("value", "")) for record in (before, after)]
     if all(apis) and apis[0] != apis[1]:
         found.append(Problem("api", f"before was measured through {apis[0]} and after through {apis[1]}", "use one --kv-api on both sides"))
+    bodies = [record.settings.get("extra_body", {}).get("value", "") for record in (before, after)]
+    if before.settings and after.settings and bodies[0] != bodies[1]:
+        said = [str(body)[:80] or "nothing" for body in bodies]
+        what = f"every request had {said[0]} in its body before and {said[1]} after"
+        found.append(Problem("extra_body", what, "use one --kv-extra-body on both sides: another protocol looks like another model"))
     return found

@@ -173,6 +173,7 @@ def test_a_larger_pool_is_told_in_blocks_too(side: Make) -> None:
         ({"model": "other"}, "the model is m before and other after"),
         ({"embedded": True}, "embedded engine"),
         ({"settings": {"api": {"value": "chat", "source": "default"}}}, "through completions and after through chat"),
+        ({"settings": {"api": {"value": "completions"}, "extra_body": {"value": '{"top_k": 1}'}}}, "had nothing in its body before and"),
     ],
 )
 def test_what_is_not_alike_is_not_compared(side: Make, record: dict[str, Any], says: str) -> None:
@@ -237,6 +238,32 @@ def test_too_few_requests_without_an_event_decide_nothing(side: Make) -> None:
     gate = by_name(compare(side(2, length_s=1.5), side(2, length_s=1.5)).gates)["rejections_not_worse"]
     assert gate.verdict == INCONCLUSIVE
     assert "about 30 requests a side would decide it (there are 8), or 8 windows of these" in gate.text
+
+
+def test_another_build_card_or_machine_is_not_comparable_unless_declared(side: Make) -> None:
+    def cards(name: str, count: int = 1) -> dict[str, Any]:
+        return {"machine": {"gpus": [{"name": name}] * count, "cores": 8, "machine": "x86_64"}, "owned": True}
+
+    cases: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+        ({}, {"engine_version": "0.33.0"}, "engine_version", "the engine's build was 0.32.0 before and is 0.33.0 after"),
+        (cards("H200"), cards("L4"), "gpu", "the GPU was 1 x H200 before and is 1 x L4 after"),
+        (cards("L4"), cards("L4", 2), "gpu", "is 2 x L4 after"),
+        (
+            {"machine": {"cores": 8, "machine": "x86_64"}, "owned": True},
+            {"machine": {"cores": 64, "machine": "aarch64"}, "owned": True},
+            "machine",
+            "was x86_64 with 8 cores before and is aarch64 with 64 cores after",
+        ),
+    ]
+    for old, new, rule, says in cases:
+        comparison = compare(side(record=old), side(record=new))
+        assert comparison.verdict == INVALID, rule
+        assert says in comparison.problems[0].text
+        assert f"--kv-expect-change {rule}" in comparison.problems[0].mend
+        assert compare(side(record=old), side(record=new), Settings(expect_change=rule)).verdict == PASS, rule
+    assert compare(side(record=cards("L4")), side(record=cards("L4"))).verdict == PASS
+    notes = compare(side(record=cards("L4")), side()).notes
+    assert any("the GPU of the side after is not known" in note for note in notes)
 
 
 def test_another_load_is_not_compared(side: Make) -> None:
