@@ -142,13 +142,17 @@ def assert_fits(evidence: Evidence, *, concurrency: int, length: int) -> GateRec
     return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length))
 
 
-def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2, max_idle_while_waiting: float = 0.2) -> GateRecord:
-    """Pass where the mean usages of replicas and ranks differ by no more than ``max_spread`` (a ratio of the pool), and requests waited on one
-    while another idled for no more than ``max_idle_while_waiting`` (a ratio of the load's time).
+def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2, max_idle_while_waiting: float = 0.2, max_over_mean: float = 1.5) -> GateRecord:
+    """Pass where replicas and ranks are used evenly.
+
+    Their mean usages differ by no more than ``max_spread`` (a ratio of the pool), requests waited on one while another idled for no more than
+    ``max_idle_while_waiting`` (a ratio of the load's time), and the busiest had no more than ``max_over_mean`` times the mean of live requests.
     """
     __tracebackhide__ = True
     spread, idle = _share(max_spread, "max_spread"), _share(max_idle_while_waiting, "max_idle_while_waiting")
-    return settle(gates.balanced(analyses(evidence), max_spread=spread, max_idle_while_waiting=idle))
+    if not max_over_mean >= 1:
+        raise UsageError(f"max_over_mean={max_over_mean!r}: the highest is never below the mean", hint="1.5 lets the busiest have half more")
+    return settle(gates.balanced(analyses(evidence), max_spread=spread, max_idle_while_waiting=idle, max_over_mean=max_over_mean))
 
 
 def assert_quality(evidence: Evidence, after: Evidence | None = None, *, min: float = 0.98, margin: float = 0.01) -> GateRecord:

@@ -176,6 +176,7 @@ def _known() -> dict[str, Known]:
         "length.mean": Known(tokens, "", "mean length that requests reached"),
         "length.max": Known(tokens, "", "longest length that a request reached"),
         "balance.usage_over_mean": Known("factor", "lower", "highest mean KV usage over the mean of all members"),
+        "balance.live_over_mean": Known("factor", "lower", "highest mean of live requests over the mean of all members"),
         "balance.running_spread": Known(requests, "lower", "widest distance between the mean running requests of two members"),
         "balance.waiting_spread": Known(requests, "lower", "widest distance between the mean waiting requests of two members"),
         "balance.gpu_memory_spread": Known("bytes", "lower", "widest distance between the memory in use of two cards"),

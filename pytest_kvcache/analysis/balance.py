@@ -6,12 +6,12 @@ with the highest over the mean, and the pair that differs most is named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
-from pytest_kvcache.analysis.ledger import GPU, CardLedger
+from pytest_kvcache.analysis.ledger import GPU, HOST, CardLedger
 from pytest_kvcache.analysis.series import Series
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 SPREAD = ("usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens", "running", "waiting")
+LIVE = "live"
 REPLICAS, RANKS, GPUS = "replicas", "ranks", "GPUs"
+_TITLES = {LIVE: ("live requests", "requests")}
 _ALONE = Missing("one server with one engine rank has nothing to balance", cannot_happen=True)
 
 
@@ -118,11 +120,15 @@ def read_balance(series: Sequence[Series], ledgers: Sequence[CardLedger], since_
         if len(one.parts) > 1
         for rank, part in one.parts.items()
     }
+    if len(series) == 1 and ranks and all(":" in name for name in series[0].parts):
+        # the parts of one endpoint that bear addresses are the servers behind a router
+        replicas, ranks = {name.partition("rank ")[2]: member for name, member in ranks.items()}, {}
     spreads: list[Spread] = []
     for kind, members in ((REPLICAS, replicas), (RANKS, ranks)):
-        for quantity in SPREAD:
-            means = {name: _mean(wall_s, column(quantity), since_s, until_s, hold_s) for name, (wall_s, column) in members.items()}
-            spread = _spread(quantity, QUANTITIES[quantity].title, QUANTITIES[quantity].unit, kind, means)
+        for quantity in (*SPREAD, LIVE):
+            means = {name: _mean(wall_s, _column(column, quantity), since_s, until_s, hold_s) for name, (wall_s, column) in members.items()}
+            title, unit = _TITLES.get(quantity) or (QUANTITIES[quantity].title, QUANTITIES[quantity].unit)
+            spread = _spread(quantity, title, unit, kind, means)
             if spread is not None:
                 spreads.append(spread)
     cards = [ledger for ledger in ledgers if ledger.kind == GPU and ledger.server.bytes != 0]
@@ -131,10 +137,14 @@ def read_balance(series: Sequence[Series], ledgers: Sequence[CardLedger], since_
         spread = _spread(f"gpu.{name}_bytes", title, "bytes", GPUS, sizes)
         if spread is not None:
             spreads.append(spread)
+    hosts = {f"server {number}": ledger.server.bytes for number, ledger in enumerate(ledgers, start=1) if ledger.kind == HOST}
+    memory = _spread("server_bytes", "memory of the server's processes", "bytes", REPLICAS, hosts)
+    spreads += [memory] if memory is not None else []
     grouped = replicas or ranks
     idling: Idling | Missing = _idling(grouped, since_s, until_s, hold_s) if len(grouped) > 1 else _ALONE
-    told = sum(_mean(one.wall_s, one.column("usage"), since_s, until_s, hold_s) is not None for one in series)
-    return Balance(tuple(spreads), idling, _usage_spread(spreads, told, len(series), len(ranks)))
+    count = max(len(series), len(replicas))
+    told = sum(_mean(wall_s, column("usage"), since_s, until_s, hold_s) is not None for wall_s, column in replicas.values())
+    return Balance(tuple(spreads), idling, _usage_spread(spreads, told, count, len(ranks)))
 
 
 def _usage_spread(spreads: Sequence[Spread], told: int, servers: int, ranks: int) -> Value:
@@ -170,6 +180,13 @@ def _steps(wall_s: Floats, since_s: float, until_s: float, hold_s: float) -> tup
 
     ends = np.minimum(np.append(wall_s[1:], np.inf), wall_s + hold_s)
     return np.clip(wall_s, since_s, until_s), np.clip(ends, since_s, until_s)
+
+
+def _column(column: Callable[[str], Floats], quantity: str) -> Floats:
+    """Return a quantity's column; live requests are those that run and those that wait, where it is told."""
+    import numpy as np
+
+    return column("running") + np.nan_to_num(column("waiting")) if quantity == LIVE else column(quantity)
 
 
 def _mean(wall_s: Floats, column: Floats, since_s: float, until_s: float, hold_s: float) -> float | None:
@@ -222,6 +239,9 @@ def balance_values(found: Balance) -> dict[str, Value]:
 
     gap("balance.running_spread", ("running",))
     gap("balance.waiting_spread", ("waiting",))
+    live = found.of(LIVE)
+    none = found.usage_spread if isinstance(found.usage_spread, Missing) else Missing("fewer than two members told it")
+    values["balance.live_over_mean"] = live.over_mean if live is not None else none
     cards = [one for one in found.spreads if one.quantity == "gpu.used_bytes"]
     alone = Missing("fewer than two cards of this server were seen", cannot_happen=not cards)
     values["balance.gpu_memory_spread"] = cards[0].gap if cards else alone

@@ -81,7 +81,31 @@ def test_waiting_on_one_while_another_idles_fails_even_where_usages_are_alike(tm
     assert gate.verdict == FAIL
     assert "requests waited on server 1 while server 2 idled" in gate.text
     assert number(analysis.values["balance.idle_while_waiting"]) > 0.9
-    assert gates.balanced([analysis], max_spread=0.2, max_idle_while_waiting=1.0).verdict == PASS
+    assert gates.balanced([analysis], max_spread=0.2, max_idle_while_waiting=1.0, max_over_mean=2.0).verdict == PASS
+
+
+def test_a_large_pool_does_not_hide_a_sticky_router(tmp_path: Path) -> None:
+    """Usage of 0.4 % and of nothing lie close together, and one server has all the requests."""
+    analysis = replicas(tmp_path / "sticky", lambda server, _: told(0.004 * (1 - server), 8 * (1 - server)))
+    gate = gates.balanced([analysis])
+    assert gate.verdict == FAIL
+    assert "live requests: 8 requests on server 1 and 0 requests on server 2, highest over mean 2.00, at most 1.50" in gate.text
+    assert number(analysis.values["balance.live_over_mean"]) == 2
+    fair = replicas(tmp_path / "fair", lambda server, i: told(0.004, 4 + (i + server) % 2))
+    assert assert_balanced(fair).verdict == PASS
+    lonely = replicas(tmp_path / "lonely", lambda server, _: told(0.004 * (1 - server), 1 - server))
+    assert assert_balanced(lonely).verdict == PASS, "one request at a time can only be on one"
+
+
+def test_servers_behind_a_router_are_replicas_by_their_address(tmp_path: Path) -> None:
+    rows = closed_loop(users=20)
+    ranks = {"10.0.0.1:8000": told(0.8, 12, 3), "10.0.0.2:8000": told(0.1, 2)}
+    samples = [msgspec.structs.replace(sample(rows, T0 - 0.2 + i / 10), ranks=ranks) for i in range(44)]
+    analysis = analyse(MadeRun(rows=rows, samples=samples).write(tmp_path))
+    usage = balance(analysis).of("usage", REPLICAS)
+    assert usage is not None
+    assert (usage.highest, usage.lowest) == ("10.0.0.1:8000", "10.0.0.2:8000")
+    assert gates.balanced([analysis]).verdict == FAIL
 
 
 def test_a_moment_of_it_is_no_imbalance(tmp_path: Path) -> None:
