@@ -38,7 +38,7 @@ HALT_S = 30.0
 LATE_NUMBERS = 10**12
 PIECE_LIMIT = 2**26
 _REQUEST = b'{"kind":"request"'
-_MUST_AGREE = ("lanes", "model", "api", "max_model_len", "length_source", "length_overhead", "ignore_eos", "expects_usage", "profile_options")
+_MUST_AGREE = ("lanes", "model", "api", "max_model_len", "length_source", "ignore_eos", "expects_usage", "profile_options")
 
 _line = msgspec.json.Decoder(LoadLine)
 
