@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from pytest_kvcache.conditions import INCONCLUSIVE
+from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.conditions import INCONCLUSIVE, INVALID
 from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.judge import experiment
 from pytest_kvcache.judge.experiment import Cell
@@ -108,8 +109,12 @@ class Experiment:
         starts = f"{repeats} repeats in ABBA order, each side started anew for each" if self.settings.repeats > 1 else "each side started once"
         times = len(self.record.resumed_wall_s)
         broken = [f"broken off and taken up again {times} time{'s' if times > 1 else ''}"] if times else []
+        again = sorted(set(self.record.unsound_repeats))
+        broken += [f"unsound and measured again, on both sides: repeat {', '.join(str(number + 1) for number in again)}"] if again else []
         more = f"more repeats go on from these: the same command with --kv-resume={folder} and a higher --kv-repeats"
-        return [starts, *broken, *experiment.looks(self.record), *([more] if verdict == INCONCLUSIVE else [])]
+        if verdict == INVALID:
+            more = f"the same command with --kv-resume={folder} measures unsound repeats again"
+        return [starts, *broken, *experiment.looks(self.record), *([more] if verdict in {INCONCLUSIVE, INVALID} else [])]
 
     def _cell(self, cell: Cell, folder: Path, bench: Bench) -> list[Measured]:
         began_wall_s = time.time()
@@ -146,7 +151,13 @@ class Experiment:
         bench.pin(self.record.longest)
 
     def _take_up(self, folder: Path) -> None:
-        """Set aside the Runs of cells that were not finished, and note that the experiment goes on. Raises CannotWrite."""
+        """Set aside the Runs of cells that were not finished, or whose repeat is unsound, and note that the experiment goes on. Raises CannotWrite.
+
+        An unsound repeat is measured again on both sides, whichever of them was the unsound one: a pair belongs together in time.
+        """
+        unsound = sorted({cell.repeat for cell in self.record.finished if any(self._is_unsound(folder, run) for run in cell.runs)})
+        sound = [cell for cell in self.record.finished if cell.repeat not in unsound]
+        self.record = msgspec.structs.replace(self.record, finished=sound, unsound_repeats=[*self.record.unsound_repeats, *unsound])
         kept = {run.folder for cell in self.record.finished for run in cell.runs}
         runs = folder / "runs"
         try:
@@ -160,6 +171,9 @@ class Experiment:
                 f"an unfinished cell cannot be set aside: {error.strerror or error}", where=str(folder), hint="check permissions"
             ) from None
         self.record = msgspec.structs.replace(self.record, resumed_wall_s=[*self.record.resumed_wall_s, time.time()])
+
+    def _is_unsound(self, folder: Path, run: CellRun) -> bool:
+        return bool(analyse(read_run(folder / "runs" / run.folder)).problems)
 
     def _read(self, folder: Path) -> list[Measured]:
         """Return the Runs of the finished cells. Raises CannotJudge where one is gone or broken."""

@@ -353,7 +353,7 @@ class ExperimentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """experiment.json: what an experiment is (``design``: all that both halves of a broken one must agree on) and its finished cells.
 
     ``id`` makes its prompts, ``longest`` is the context in tokens that both sides serve where one was chosen. ``resumed_wall_s`` holds when
-    it was taken up again, ``judged_repeats`` how many repeats it had at each verdict.
+    it was taken up again, ``judged_repeats`` how many repeats it had at each verdict, ``unsound_repeats`` those that were measured again.
     """
 
     schema_version: int
@@ -363,6 +363,7 @@ class ExperimentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     finished: list[CellRecord] = []
     resumed_wall_s: list[float] = []
     judged_repeats: list[int] = []
+    unsound_repeats: list[int] = []
 
 
 class VerdictRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -154,3 +154,22 @@ def test_the_verdict_says_how_it_was_measured_and_how_to_go_on(tmp_path: Path) -
     assert said[:2] == ["3 repeats in ABBA order, each side started anew for each", "broken off and taken up again 1 time"]
     assert f"--kv-resume={tmp_path} and a higher --kv-repeats" in said[-1]
     assert again.judged(tmp_path, "PASS") == said[:2]
+
+
+def test_an_unsound_repeat_is_measured_again_on_both_sides(tmp_path: Path) -> None:
+    class Late(Rig):
+        def measure(self, target: Target, planned: Planned, number: int) -> Run:
+            run = super().measure(target, planned, number)
+            if (target.side, planned.name, number) == ("before", "normal", 1):
+                MadeRun(no_end=True).write(run.folder)  # the record of the load is not whole
+                run = write_run(run.folder, run.record)
+            return run
+
+    make(tmp_path, Late(tmp_path), repeats=3)
+    again = Rig(tmp_path)
+    assert len(make(tmp_path, again, repeats=3, resume=True)) == 10
+    assert again.done == ["after normal 1", "before normal 1"]
+    record = experiment.read(tmp_path)
+    assert record is not None
+    assert record.unsound_repeats == [1]
+    assert len(list((tmp_path / "unfinished").iterdir())) == 2
