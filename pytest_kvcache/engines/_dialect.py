@@ -320,6 +320,17 @@ def has_prefix(name: str, prefix: str) -> bool:
 
 
 def looks_like(body: Any, sign: tuple[str, ...]) -> bool:
-    """Say whether a JSON body (of a list: its first element) has all keys of ``sign``."""
+    """Say whether a JSON body (of a list: its first element) has all keys of ``sign``.
+
+    ``a|b`` is either key, ``rows.a`` a key of the first element of a list under ``rows``.
+    """
     first = body[0] if isinstance(body, list) and body else body
-    return bool(sign) and isinstance(first, dict) and all(key in first for key in sign)
+    return bool(sign) and isinstance(first, dict) and all(any(_has(first, key) for key in keys.split("|")) for keys in sign)
+
+
+def _has(body: dict[str, Any], key: str) -> bool:
+    name, _, inner = key.partition(".")
+    if not inner:
+        return name in body
+    rows = body.get(name)
+    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], dict) and inner in rows[0]

@@ -190,7 +190,7 @@ DIALECT = Dialect(
     shares_prefixes=False,  # a slot reuses what it held itself; cells of other slots are never counted once
     full_errors=("Context size has been exceeded",),
     json_paths=(
-        JsonPath("/slots", per_sample=True, sign=("id", "n_ctx", "is_processing")),
+        JsonPath("/slots", per_sample=True, sign=("id", "n_ctx", "is_processing|state")),
         JsonPath("/props", sign=("default_generation_settings", "total_slots")),
         JsonPath("/v1/models"),
     ),

@@ -37,6 +37,8 @@ _KINDS = ("sglang:full_token_usage", "sglang:swa_token_usage", "sglang:mamba_usa
 _GIB = float(1 << 30)
 _MOST_RANKS = 256
 _INFO_PATHS = ("/server_info", "/get_server_info")
+# Before 0.4.5 there were no internal_states, and some builds state max_total_num_tokens in them only.
+_INFO_SIGN = ("max_total_num_tokens|internal_states", "mem_fraction_static|internal_states", "page_size|disable_radix_cache|max_total_num_tokens")
 _LOAD_FIELDS = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage", "max_running_requests")
 
 
@@ -198,9 +200,9 @@ DIALECT = Dialect(
     label_aliases={"model_name": ("name",)},  # 0.3
     mirror_labels=frozenset({"tp_rank", "pp_rank", "moe_ep_rank"}),
     json_paths=(
-        JsonPath("/server_info", sign=("max_total_num_tokens", "internal_states")),
-        JsonPath("/get_server_info", sign=("max_total_num_tokens", "internal_states")),
-        JsonPath("/v1/loads", per_sample=True, sign=("loads", "num_accelerators"), without_metrics=True),
+        JsonPath("/server_info", sign=_INFO_SIGN),
+        JsonPath("/get_server_info", sign=_INFO_SIGN),
+        JsonPath("/v1/loads", per_sample=True, sign=("loads.dp_rank|loads.num_running_reqs|loads.max_running_requests",), without_metrics=True),
         JsonPath("/get_load", per_sample=True, sign=("dp_rank", "num_reqs", "num_waiting_reqs"), without_metrics=True),
         JsonPath("/v1/models"),
     ),

@@ -27,6 +27,7 @@ from pytest_kvcache.quantities import Missing, Value
 _HINT = "needs enable_iter_perf_stats, and a TensorRT-LLM newer than 1.1"
 _ONCE = "needs return_perf_metrics"
 _JSON = "/metrics"
+_KEYS = {"used_blocks": "usedNumBlocks", "free_blocks": "freeNumBlocks"}
 
 
 def _last(*keys: str) -> JsonField:
@@ -47,8 +48,8 @@ def _used(view: View) -> Value:
 
 def _difference(view: View, name: str, other: str) -> Value:
     """The part of the pool that the other gauge leaves; both are of one pool."""
-    series = Series((f"trtllm_kv_cache_{other}",))
-    pool, part = view.value("pool_blocks"), view.apply(series, other)
+    rule = _both(f"trtllm_kv_cache_{other}", "kvCacheStats", _KEYS[other])
+    pool, part = view.value("pool_blocks"), view.apply(rule, other)
     if isinstance(pool, Missing):
         return pool
     return part if isinstance(part, Missing) else view.checked(name, pool.number() - part.number(), f"{pool.source} - {part.source}")

@@ -139,7 +139,10 @@ def inspect(
     found.notes += size_notes(found.quantities, found.engine, dialect is not None and dialect.idle_cached_is_free is False)
     found.notes = list(dict.fromkeys(found.notes))  # a scrape and a log may both say it
     told = [value for value in found.quantities.values() if isinstance(value, Reading)]
-    if not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
+    if found.gpus and not found.engine and not found.why and dialect is None and not log_text:
+        found.title = "the cards of a DCGM exporter, and no engine"
+        found.quantities = {name: Missing("a DCGM exporter tells of cards, and of no engine") for name in QUANTITIES}
+    elif not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
         found.judged = False
         found.why = found.why or _nothing(pasted, raw)
     return found
@@ -253,8 +256,11 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
                 found.quantities[name] = value
     blocks = found.quantities["pool_blocks"]
     if log.engine == "vllm" and raw.metrics is None and isinstance(blocks, Reading) and _V0_BLOCKS.search(blocks.source):
-        # Only V0 prints its blocks so, and it keeps no null block.
-        found.quantities["usable_blocks"] = Reading(blocks.value, "blocks", f"{blocks.source} (V0: no null block)")
+        # V0 prints its blocks so, and keeps no null block; of V1 only its first releases do, from kv_cache_utils.
+        kept = 1 if "kv_cache_utils" in blocks.source else 0
+        found.quantities["usable_blocks"] = Reading(
+            max(int(blocks.number()) - kept, 0), "blocks", f"{blocks.source} {'- 1 (null block)' if kept else '(V0: no null block)'}"
+        )
     if raw.metrics is None and not any(part.json for part in pasted):
         values, notes = live_values(text)
         for name, value in values.items():

@@ -47,14 +47,14 @@ def as_text(found: Inspection, width: int = 120) -> str:
     width = max(width, 60)
     lines = [f"{found.title or found.engine or 'unknown engine'}{f' {clean(found.version, 60)}' if found.version else ''}"]
     lines += [f"  from {clean(text, 300)}" for text in found.inputs]
-    lines += ["", three_numbers(found.quantities), ""]
+    lines += ["", three_numbers(found.quantities), ""] if found.engine else [""]
     told = {name: value for name, value in found.quantities.items() if isinstance(value, Reading)}
     absent = {name: value for name, value in found.quantities.items() if isinstance(value, Missing)}
     room = max(width - 46, 24)
     if told:
         rows = [(name, _shown(name, value, found.quantities), _wrapped(value.source, room)) for name, value in told.items()]
         lines += [tabulate(rows, headers=("quantity", "value", "source"), disable_numparse=True), ""]
-    if absent:
+    if absent and found.engine:
         by_reason: dict[str, list[str]] = {}
         for name, value in absent.items():
             by_reason.setdefault(f"cannot happen: {value.reason}" if value.cannot_happen else value.reason, []).append(name)
@@ -63,7 +63,7 @@ def as_text(found: Inspection, width: int = 120) -> str:
     if found.ranks:
         columns = [name for name in _RANK_COLUMNS if any(isinstance(values.get(name), Reading) for values in found.ranks.values())]
         ranks = [(clean(rank, 60), *(_cell(values.get(name)) for name in columns)) for rank, values in found.ranks.items()]
-        lines += [tabulate(ranks, headers=("engine", *columns), disable_numparse=True), ""]
+        lines += [tabulate(ranks, headers=("engine", *columns), disable_numparse=True), ""] if columns else []
     if found.gpus:
         lines += [_gpu_table(found.gpus), ""]
     for note in [*found.notes, *([found.why] if found.why else [])]:

@@ -274,6 +274,49 @@ VARIANTS: list[tuple[str, str, str | None, dict[str, Any], dict[str, Any]]] = [
         {"running": 3, "used_tokens": None, "usage": None},
     ),
     (
+        "slots of 2024 alone",
+        "llamacpp",
+        None,
+        {"/slots": [{"id": 0, "n_ctx": 4096, "state": 1, "prompt": "x"}, {"id": 1, "n_ctx": 4096, "state": 0}]},
+        {"running": 1, "max_num_seqs": 2, "max_model_len": 4096, "used_tokens": None},
+    ),
+    (
+        "a load list with nothing but limits beside a scrape",
+        "sglang",
+        _lines('model_name="m"', sglang__num_running_reqs=3, sglang__num_queue_reqs=1, sglang__token_usage=0.25),
+        {"/v1/loads": {"loads": [{"dp_rank": 0, "max_running_requests": 12}, {"dp_rank": 1, "max_running_requests": 12}]}},
+        {"running": 3, "usage": 0.25, "max_num_seqs": 24, "pool_tokens": None},
+    ),
+    (
+        "server_info whose pool stands in its ranks only",
+        "sglang",
+        None,
+        {
+            "/server_info": {
+                "page_size": 64,
+                "mem_fraction_static": 0.9,
+                "disable_radix_cache": True,
+                "dp_size": 2,
+                "internal_states": [{"memory_usage": {"kvcache": 0.25, "token_capacity": n}} for n in (20480, 10240)],
+            }
+        },
+        {"pool_tokens": 30720, "pool_bytes": 0.5 * (1 << 30), "prefix_caching": False, "gpu_memory_utilization": 0.9, "block_size": 64},
+    ),
+    (
+        "server_info of 0.4.3",
+        "sglang",
+        None,
+        {"/get_server_info": {"mem_fraction_static": 0.88, "disable_radix_cache": True, "max_total_num_tokens": 181203, "version": "0.4.3"}},
+        {"pool_tokens": 181203, "prefix_caching": False},
+    ),
+    (
+        "iterations that do not tell the free blocks",
+        "trtllm_serve",
+        None,
+        {"/metrics": [{"numActiveRequests": 1, "kvCacheStats": {"usedNumBlocks": 4, "maxNumBlocks": 10, "cacheHitRate": 0.2}}]},
+        {"pool_blocks": 10, "used_blocks": 4, "free_blocks": 6, "usage": 0.4, "pool_tokens": None, "running": 1},
+    ),
+    (
         "a worker of Dynamo with SGLang inside",
         "dynamo",
         _lines('dp_rank="0",model="m",worker_id="1"', dynamo_component_total_blocks=50_000, dynamo_component_gpu_cache_usage_percent=0.5)

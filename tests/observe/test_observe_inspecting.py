@@ -228,6 +228,21 @@ def test_a_log_of_another_engine_does_not_mix_in() -> None:
     assert any("left out" in note for note in found["notes"])
 
 
+def test_the_null_block_is_v1s_also_where_only_the_first_v1_prints_blocks() -> None:
+    v1 = "INFO 02-13 15:01:40 kv_cache_utils.py:407] # GPU blocks: 33660\n"
+    v0 = "INFO 02-13 15:01:40 executor_base.py:110] # cuda blocks: 33660, # CPU blocks: 2048\n"
+    assert [value(told(text), "usable_blocks") for text in (v1, v0, "# GPU blocks: 33660\n")] == [33659, 33660, 33660]
+
+
+def test_cards_alone_are_shown_and_no_engine_is_made_up() -> None:
+    page = 'DCGM_FI_DEV_FB_USED{gpu="1",UUID="GPU-1",exported_pod="vllm-0",pod="dcgm-x",hostname="a"} 4096\nDCGM_FI_DEV_FB_TOTAL{gpu="1",UUID="GPU-1",exported_pod="vllm-0",pod="dcgm-x",hostname="a"} 81920\n'
+    found = inspect([sort_text("cards.prom", page.encode())])
+    assert found.judged
+    assert as_json(found)["engine"] == "unknown"
+    assert all("missing" in value for value in as_json(found)["quantities"].values())
+    assert as_text(found).splitlines()[-1].split()[:6] == ["a", "1", "4.00", "GiB", "76.00", "GiB"]
+
+
 def test_cards_of_a_dcgm_exporter_are_shown_beside() -> None:
     dcgm = "".join(
         f'DCGM_FI_DEV_FB_{field}{{gpu="0",UUID="GPU-1",modelName="H100",Hostname="node-a"}} {n}\n' for field, n in (("USED", 70000), ("FREE", 10000))

@@ -28,6 +28,7 @@ RIGHT = {
     "vllm-masterport": ("", ["port 29500", "MASTER_PORT"]),
     "vllm-profbytes": ("vllm", ["7.11 GiB back"]),
     "vllm-gated": ("", ["HF_TOKEN"]),
+    "vllm-negative": ("vllm", ["weights 5.43 + activation peak 1.42 + other -0.51", "no share of this card is enough"]),
     "vllm-v1-models": ("vllm", ["4.73 GiB short", "about 92,323"]),
     "sgl-unbal": ("sglang", ["16.28 GiB", "46.81 GiB", "30.53 GiB"]),
     "sgl-weights": ("sglang", ["0.88", "125.65 GiB", "at least 0.9113"]),

@@ -8,6 +8,8 @@ import re
 from pytest_kvcache.server.explanations.phrases import GIB, F, Known, N, known, near, whole
 
 _SAME_RATE = 0.02
+# What the driver keeps leaves no more of a card than this.
+_MOST_SHARE = 0.98
 
 
 def _down(value: float, digits: int = 3) -> float:
@@ -63,18 +65,27 @@ def _pool_small_v0(match: re.Match[str], text: str) -> tuple[str, str]:
 def _nothing_left(_: re.Match[str], text: str) -> tuple[str, str]:
     means = "weights, the peak of the profile run and other memory already fill the share of the card: nothing is left for the KV cache"
     tail = near(text)
-    parts = re.search(rf"model weights take {F} ?GiB; non_torch_memory takes {F} ?GiB; PyTorch activation peak memory takes {F} ?GiB", tail)
+    parts = re.search(rf"model weights take {F} ?GiB; non_torch_memory takes (-?){F} ?GiB; PyTorch activation peak memory takes {F} ?GiB", tail)
     budget = re.search(rf"total_gpu_memory \({F} ?GiB\) x gpu_memory_utilization \({F}\) = {F} ?GiB", tail)
     if parts is not None and budget is not None:
-        held = [float(part) for part in parts.groups()]
+        # What is not torch's may count as negative, where another process gave memory back meanwhile.
+        held = [float(parts.group(1)), float(parts.group(2) + parts.group(3)), float(parts.group(4))]
         means += (
             f" (weights {held[0]:g} + activation peak {held[2]:g} + other {held[1]:g} = {sum(held):.2f} GiB"
             f" of {float(budget.group(3)):g} GiB = {float(budget.group(2)):g} x {float(budget.group(1)):g} GiB)"
         )
         least = sum(held) / float(budget.group(1))
+        if least > _MOST_SHARE:
+            return (
+                means,
+                "no share of this card is enough: use a smaller or quantised model, spread it over more cards, or lower --max-num-batched-tokens",
+            )
         return means, f"set --gpu-memory-utilization above {least:.2f}, use a smaller or quantised model, or lower --max-num-batched-tokens"
     if "VLLM_CPU_KVCACHE_SPACE" in tail and "gpu_memory_utilization" not in tail:
         return means, "set VLLM_CPU_KVCACHE_SPACE (GiB) above zero and below what the machine has free"
+    short = re.search(rf"Available KV cache memory: -{F} GiB", tail)
+    if short is not None:
+        means += f" ({float(short.group(1)):g} GiB are lacking)"
     loaded = re.search(rf"(?:model weights took|Model loading took) {F} ?(?:GiB|GB)", tail, re.IGNORECASE)
     if loaded is not None:
         means += f" (the weights alone took {float(loaded.group(1)):g} GiB)"
