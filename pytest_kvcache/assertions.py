@@ -6,18 +6,23 @@ after, and where the evidence lies. A gate that cannot apply to the engine retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.errors import GateFailed, UsageError
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.change import Margins
 from pytest_kvcache.judge.compare import Comparison, compare, compare_quality
+from pytest_kvcache.judge.room import Cost
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.runfolder import Run
+from pytest_kvcache.server.address import Endpoint
 from pytest_kvcache.settings import Settings
 
 Evidence = Run | Analysis | Sequence[Run] | Sequence[Analysis]
@@ -134,12 +139,32 @@ def assert_returns_to_idle(evidence: Evidence) -> GateRecord:
     return settle(gates.returns_to_idle(analyses(evidence)))
 
 
-def assert_fits(evidence: Evidence, *, concurrency: int, length: int) -> GateRecord:
-    """Pass where ``concurrency`` requests of ``length`` tokens (prompt and output) fit the pool that the server has."""
+def assert_fits(
+    evidence: Evidence | Endpoint | str, *, concurrency: int, length: int, config: Path | str | Mapping[str, Any] | None = None, **stated: Any
+) -> GateRecord:
+    """Pass where ``concurrency`` requests of ``length`` tokens (prompt and output) fit the pool that the server has.
+
+    ``evidence`` is a Run, an Analysis, several of them, or a server: an Endpoint or its address, which is read now. With ``config`` (the
+    model's config.json, folder or GGUF file) a request costs what ``capacity.plan`` says, which settles window and hybrid models; the plan must
+    reproduce the server's own figures first, else the gate is INCONCLUSIVE. ``stated`` are further arguments of ``plan``, such as ``tp``.
+    """
     __tracebackhide__ = True
     _count(concurrency, "concurrency")
     _count(length, "length")
-    return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length))
+    if stated and config is None:
+        raise UsageError(f"{', '.join(sorted(stated))} belong to a plan", hint='name the model: config="config.json"')
+    cost: Cost | None = None
+    if config is not None:
+        from pytest_kvcache.capacity.serving import cost_on
+
+        cost = partial(cost_on, config=config, **stated)
+    if isinstance(evidence, (str, Endpoint)):
+        from pytest_kvcache.observe.scrape import take_snapshot
+        from pytest_kvcache.server.address import parse_endpoint
+
+        endpoint = parse_endpoint(evidence, Settings()) if isinstance(evidence, str) else evidence
+        return settle(gates.fits_now([take_snapshot(endpoint, log=endpoint.log)], concurrency=concurrency, length=length, cost=cost))
+    return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length, cost=cost))
 
 
 def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2, max_idle_while_waiting: float = 0.2, max_over_mean: float = 1.5) -> GateRecord:

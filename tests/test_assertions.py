@@ -106,3 +106,25 @@ def test_one_side_is_no_comparison(run: Run) -> None:
     for wrong in (-0.1, 2.0, float("nan")):
         with pytest.raises(UsageError):
             assertions.assert_not_worse([run], [run], usage=wrong)
+
+
+def test_what_fits_a_hybrid_is_told_with_its_configuration(tmp_path: Path) -> None:
+    # two groups share the pool: 64 blocks of 16 for a request of 1,024 tokens in the full layers, and 33 in the window layers
+    config = {
+        "model_type": "gemma2", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256,
+        "sliding_window": 256, "max_position_embeddings": 1024, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    need = 64 + 33
+    server = snapshot(T0 - 1, usable=399, max_concurrency=400 / need, pool_tokens=int(400 / need * 1024), pool_bytes=400 * 2 * 16 * 512)
+    run = MadeRun(before=[server], after=[server]).write(tmp_path / "runs" / "1-normal")
+    with pytest.raises(GateFailed, match="INCONCLUSIVE"):
+        assertions.assert_fits(run, concurrency=6, length=512)
+    stated: dict[str, Any] = {"config": config, "max_num_batched_tokens": 256, "async_scheduling": False}
+    assert assertions.assert_fits(run, concurrency=6, length=512, **stated).verdict == "PASS"  # 32 + 33 blocks each
+    with pytest.raises(GateFailed, match="FAIL: the pool holds 6 requests"):
+        assertions.assert_fits(run, concurrency=7, length=512, **stated)
+    # a configuration of another model reproduces nothing, and decides nothing
+    with pytest.raises(GateFailed, match="does not reproduce"):
+        assertions.assert_fits(run, concurrency=1, length=512, config={**config, "num_hidden_layers": 7, "head_dim": 80})
+    with pytest.raises(UsageError):
+        assertions.assert_fits(run, concurrency=1, length=512, tp=2)

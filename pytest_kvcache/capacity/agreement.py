@@ -38,11 +38,15 @@ class Compared:
 
 @dataclass(frozen=True)
 class Agreement:
-    """All figures that could be compared. ``explanations`` name each difference; ``verdict`` is ``different`` where one has no name."""
+    """All figures that could be compared. ``explanations`` name each difference; ``verdict`` is ``different`` where one has no name.
+
+    ``reproduced`` is the question whose answer is the engine's own; None where nothing is.
+    """
 
     rows: tuple[Compared, ...]
     explanations: tuple[str, ...]
     verdict: str
+    reproduced: Question | None = None
 
 
 def settings_of(said: Told, stated: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -75,8 +79,9 @@ def check(question: Question, said: Told) -> Agreement:
             )
         return Agreement((), tuple(explanations) or ("the engine tells nothing that a plan could be held to",), DIFFERENT)
     wrong = [row for row in base if row.verdict == DIFFERENT]
+    reproduced: Question | None = question
     if wrong:
-        reason = next(_reasons(question, said), "")
+        reason, reproduced = next(_reasons(question, said), ("", None))
         if reason:
             explanations.insert(0, reason)
             base = [replace(row, verdict=EXPLAINED, why=row.why or reason) if row.verdict == DIFFERENT else row for row in base]
@@ -84,7 +89,7 @@ def check(question: Question, said: Told) -> Agreement:
             explanations += _ratios(question, wrong)
     explanations += [row.why for row in base if row.why]
     worst = next((verdict for verdict in (DIFFERENT, EXPLAINED) if any(row.verdict == verdict for row in base)), EQUAL)
-    return Agreement(tuple(base), tuple(dict.fromkeys(explanations)), worst)
+    return Agreement(tuple(base), tuple(dict.fromkeys(explanations)), worst, reproduced)
 
 
 def adopted(question: Question, said: Told) -> dict[str, Any]:
@@ -275,12 +280,12 @@ def _card(question: Question, said: Told) -> Iterator[str]:
     yield f"profile run: the pool is {units.show_bytes(abs(gap))} {word} than card and weights leave ({ledger.equation}); {profile}{tail if shown else ''}"
 
 
-def _reasons(question: Question, said: Told) -> Iterator[str]:
-    """Yield the names of single changes, then of pairs, that reproduce all that is told."""
+def _reasons(question: Question, said: Told) -> Iterator[tuple[str, Question | None]]:
+    """Yield the names of single changes, then of pairs, that reproduce all that is told, each with the changed question."""
     changes = list(_changes(question, said))
     for name, change in changes:
         if _reproduces(change, question, said):
-            yield name
+            yield name, change(question)
     tried = 0
     for (first, one), (second, two) in combinations(changes, 2):
         if first.partition(":")[0] == second.partition(":")[0]:
@@ -289,7 +294,7 @@ def _reasons(question: Question, said: Told) -> Iterator[str]:
         if tried > _MOST_PAIRS:
             return
         if _reproduces(lambda asked, one=one, two=two: two(one(asked)), question, said):  # type: ignore[misc]
-            yield f"{first}; and {second}"
+            yield f"{first}; and {second}", two(one(question))
 
 
 def _reproduces(change: Callable[[Question], Question], question: Question, said: Told) -> bool:

@@ -73,7 +73,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for one in plan.checklist
         ]
     if plan.agreement is not None:
-        body["agreement"] = asdict(plan.agreement)
+        agreement = plan.agreement
+        body["agreement"] = {
+            "verdict": agreement.verdict,
+            "rows": [asdict(row) for row in agreement.rows],
+            "explanations": list(agreement.explanations),
+        }
     if plan.levers:
         body["levers"] = [asdict(lever) for lever in plan.levers]
     return body

@@ -14,14 +14,15 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, INVALID, NOT_APPLICABLE, PASS, Group, Limit, Lookup, evaluate
 from pytest_kvcache.engines import DIALECTS
-from pytest_kvcache.judge.probes import fits, near_max_served, over_limit_refused
+from pytest_kvcache.judge.probes import near_max_served, over_limit_refused
+from pytest_kvcache.judge.room import fits, fits_now
 from pytest_kvcache.judge.stats import CONFIDENCE, proportion_lower, proportion_upper
 from pytest_kvcache.judge.wording import MISSED, beside, failure_text, gate, missing, show
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord
 
 __all__ = [
-    "FAIL", "INCONCLUSIVE", "INVALID", "NOT_APPLICABLE", "PASS", "balanced", "failure_text", "fits", "free_space", "near_max_served",
+    "FAIL", "INCONCLUSIVE", "INVALID", "NOT_APPLICABLE", "PASS", "balanced", "failure_text", "fits", "fits_now", "free_space", "near_max_served",
     "no_preemptions", "no_rejections", "over_limit_refused", "peak_usage", "quality", "returns_to_idle", "session_verdict", "threshold", "worst",
 ]  # fmt: skip
 

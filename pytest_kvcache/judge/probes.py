@@ -1,4 +1,4 @@
-"""The gates on single requests and on plain arithmetic: close to the limit, over it, and whether requests of a shape fit the pool."""
+"""The gates on single requests: close to the limit, and over it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
 from pytest_kvcache.judge.wording import MISSED, beside, gate, missing, show
 from pytest_kvcache.load.contract import OK, OVER_LENGTH, STOPPED_EARLY
-from pytest_kvcache.quantities import Missing, Reading, Value
+from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.records import GateRecord, SnapshotRecord
 
 NEAR_MAX = 0.9
 """A request counts as close to the limit when its prompt and output reach this share of max_model_len."""
-
-_ARITHMETIC = ("moved", "restart")
-"""What spoils arithmetic on the server's own figures; how well the load went does not matter to it."""
 
 
 def near_max_served(analyses: Sequence[Analysis]) -> GateRecord:
@@ -110,71 +107,3 @@ def over_limit_refused(analyses: Sequence[Analysis]) -> GateRecord:
             return gate(name, quantity, FAIL, text, analyses, decisive=analysis, value=value, bound_text=bound)
     text = f"a prompt of {shape} was refused: {error[:200] or 'without a message'}"
     return gate(name, quantity, PASS, text, analyses, value=value, bound_text=bound)
-
-
-def fits(analyses: Sequence[Analysis], *, concurrency: int, length: int) -> GateRecord:
-    """Judge by arithmetic whether ``concurrency`` requests of ``length`` tokens (prompt and output) fit the pool at once.
-
-    Blocks round up per request, and a request must fit into one server whole. Where the engine's own figures show that a request
-    costs other blocks than its length alone (window or hybrid models), its cost at max_model_len is taken as the upper bound, and
-    what that does not settle is INCONCLUSIVE.
-    """
-    name, quantity = "fits", "pool_blocks"
-    decisive = analyses[-1]
-    bound = f"{concurrency} requests of {length:,} tokens at once"
-    servers = decisive.run.record.before
-    if not servers:
-        return missing(name, quantity, Missing("the server was not read"), analyses, bound_text=bound, spoilt_by=_ARITHMETIC)
-    room, surely, reasons = 0, 0, []
-    for server in servers:
-        limit, seats = server.value("max_model_len"), server.value("max_num_seqs")
-        if isinstance(limit, Missing):
-            return missing(name, "max_model_len", limit, analyses, bound_text=bound, spoilt_by=_ARITHMETIC)
-        if length > limit.number():
-            text = f"a request of {length:,} tokens is longer than max_model_len {limit.number():,.0f}"
-            return gate(name, "max_model_len", FAIL, text, analyses, value=limit, bound=float(length), bound_text=bound, spoilt_by=_ARITHMETIC)
-        space = _requests(server, length)
-        if isinstance(space, Missing):
-            return missing(name, quantity, space, analyses, bound_text=bound, spoilt_by=_ARITHMETIC)
-        most, least, reason = space
-        cap = int(seats.number()) if isinstance(seats, Reading) else None
-        reasons.append(reason + (f", {cap} seats" if cap is not None else ", seats not told"))
-        room += most if cap is None else min(most, cap)
-        surely += least if cap is None else min(least, cap)
-    value: Value = Reading(surely, "requests", "; ".join(reasons))
-    verdict = PASS if surely >= concurrency else FAIL if room < concurrency else INCONCLUSIVE
-    holds = f"{surely}" if surely == room else f"between {surely} and {room}"
-    text = f"the pool holds {holds} requests of {length:,} tokens at once, {concurrency} are asked for ({'; '.join(reasons)})"
-    if verdict == INCONCLUSIVE:
-        text = f"cannot judge: {text}; this model's requests cost other blocks than their length alone"
-    return gate(name, quantity, verdict, text, analyses, value=value, bound=float(concurrency), bound_text=bound, spoilt_by=_ARITHMETIC)
-
-
-def _requests(server: SnapshotRecord, length: int) -> tuple[int, int, str] | Missing:
-    """Return how many requests of a length one server holds at most and at least, and why; Missing where it does not tell."""
-    blocks, size = server.value("usable_blocks"), server.value("block_size")
-    if isinstance(blocks, Reading) and isinstance(size, Reading) and size.number() > 0:
-        plain = math.ceil(length / size.number())
-        dear = _blocks_at_max(server)
-        limit = server.value("max_model_len")
-        usual = math.ceil(limit.number() / size.number()) if isinstance(limit, Reading) else None
-        holds = int(blocks.number() // plain)
-        reason = f"{blocks.number():,.0f} usable blocks of {size.number():.0f} tokens, {plain} a request"
-        if dear is None or dear == usual:
-            return holds, holds, reason
-        return int(blocks.number()), int(blocks.number() // dear), f"{reason} by length alone, {dear} at max_model_len by the engine's own figure"
-    tokens = server.value("pool_tokens")
-    if isinstance(tokens, Reading):
-        holds = int(tokens.number() // length)
-        return holds, holds, f"{tokens.number():,.0f} tokens"
-    if not tokens.cannot_happen:
-        return tokens
-    return blocks if isinstance(blocks, Missing) else Missing("the server tells its blocks and not their size")
-
-
-def _blocks_at_max(server: SnapshotRecord) -> int | None:
-    """Return the blocks of one request at max_model_len, by the engine's own pool and concurrency (vLLM: their quotient, rounded)."""
-    pool, most = server.value("pool_blocks"), server.value("max_concurrency")
-    if isinstance(pool, Reading) and isinstance(most, Reading) and most.number() > 0:
-        return max(1, round(pool.number() / most.number()))
-    return None
