@@ -182,7 +182,8 @@ class Session:
         try:
             found = experiment.run(self.folder, bench)
         except BaseException:
-            self.notes.append(f"the experiment was broken off; the same command with --kv-resume={self.folder} goes on from its finished cells")
+            self.notes.append(f"the experiment was broken off: the same command with --kv-resume={self.folder} (--resume in the CLI) goes on")
+            self._say(self.notes[-1])
             raise
         self._before, self._runs = [one.run for one in found if one.side == "before"], {}
         for one in found:
