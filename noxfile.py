@@ -87,7 +87,9 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write docs/options.md and docs/engines.md again."""
+    """Write docs/options.md, docs/engines.md and docs/schemas again."""
     session.install("-e", ".")
     session.run("python", "-m", "pytest_kvcache.options", "docs/options.md")
     session.run("python", "-m", "pytest_kvcache.engines._table", "docs/engines.md")
+    for name in ("verdict", "run", "telemetry", "requests", "quality", "snapshot"):
+        Path("docs/schemas", f"{name}.json").write_text(str(session.run("pytest-kvcache", "schema", name, silent=True)))

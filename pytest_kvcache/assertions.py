@@ -88,7 +88,7 @@ def settle(gate: GateRecord) -> GateRecord:
     recorder = _recorder.get()
     if recorder is not None:
         recorder.record(gate)
-    if not gate.applicable or gate.verdict == gates.PASS:
+    if not gate.applicable or gate.verdict == gates.PASS or gate.level == "warn":
         return gate
     if gate.verdict == gates.INCONCLUSIVE and recorder is not None and recorder.inconclusive_passes:
         return gate

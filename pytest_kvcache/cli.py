@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache import __version__, options, planning
+from pytest_kvcache import __version__, gating, options, planning
 from pytest_kvcache.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -86,6 +86,15 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("folders", nargs="*", metavar="FOLDER", help="two session folders or saved baselines: before, after")
     compare.add_argument("--profile", action="append", metavar="NAME", help="profile to measure; repeatable [default: normal and longctx]")
     compare.add_argument("--no-quality", action="store_true", help="leave the quality items out")
+    gate = add(
+        "gate",
+        _gate,
+        "judge stored Runs by a file of thresholds (kvgate.toml), against a baseline where one is named",
+        (*JUDGE, "thresholds", "baseline", "expect_change", "on_inconclusive"),
+        OUTPUT,
+    )
+    gating.add_gate_arguments(gate)
+    gating.add_schema_arguments(add("schema", gating.run_schema, "print the JSON Schema of verdict.json or of another record"))
     inspect = add(
         "inspect",
         _inspect,
@@ -179,7 +188,8 @@ def _finish(session: Session) -> int:
     verdict = session.finish()
     view = SessionView(session.folder, verdict, session.before_analyses(), session.after_analyses())
     print(summary(view, color=sys.stdout.isatty()))
-    return EXIT_CODES[verdict.verdict]
+    passes = verdict.verdict == "INCONCLUSIVE" and session.settings.on_inconclusive == "pass"
+    return 0 if passes else EXIT_CODES[verdict.verdict]
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -287,6 +297,12 @@ def _compare_stored(arguments: argparse.Namespace, settings: Settings) -> int:
         session.notes, session.problems = list(comparison.notes), [problem.text for problem in comparison.problems]
         for gate in comparison.gates:
             session.record(gate)
+        return _finish(session)
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    with _session(options.settings_from(arguments)) as session:
+        gating.judge_stored(arguments, session)
         return _finish(session)
 
 

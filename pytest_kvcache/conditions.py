@@ -53,11 +53,16 @@ class Limit:
     def text(self) -> str:
         """The comparison in the grammar, without its unit: ``parse(limit.text)`` gives it back."""
         if not self.relative:
-            return f"{self.key} {self.op} {self.bound!r}"
+            return f"{self.key} {self.op} {_number(self.bound)}"
         if (self.relative, self.bound) == ("+", 0.0):
             return f"{self.key} {self.op} baseline"
         sign = "-" if self.relative == "+" and self.bound < 0 else self.relative
-        return f"{self.key} {self.op} baseline {sign} {abs(self.bound) if self.relative == '+' else self.bound!r}"
+        return f"{self.key} {self.op} baseline {sign} {_number(abs(self.bound) if self.relative == '+' else self.bound)}"
+
+
+def _number(value: float) -> str:
+    """Return a number as people write it; ``float`` gives the same back."""
+    return str(int(value)) if abs(value) < 1e15 and value == int(value) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kvcache.errors import CannotWrite, UsageError
+from pytest_kvcache.errors import CannotWrite, GateFailed, UsageError
+from pytest_kvcache.marks import SETTINGS, limits_of, marked, planned_load
 from pytest_kvcache.settings import Settings
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.sweep import Sweep
     from pytest_kvcache.judge.compare import Comparison
+    from pytest_kvcache.judge.thresholds import Threshold
     from pytest_kvcache.measure import Planned
     from pytest_kvcache.records import GateRecord, SnapshotRecord, VerdictRecord
     from pytest_kvcache.report.model import SessionView
@@ -25,11 +27,8 @@ if TYPE_CHECKING:
     from pytest_kvcache.server.endpoint import Endpoint
     from pytest_kvcache.session import Session
 
-SETTINGS = pytest.StashKey[Settings]()
 # A gate as JSON text on a worker's test report: plain text survives the way to xdist's controller (F8: other types do not).
 GATE_PROPERTY = "kv_gate"
-# Options of the load that kv_load takes as keywords.
-OPTION_KEYWORDS = frozenset({"rate", "arrivals", "stages", "max_in_flight", "content", "trace"})
 
 
 class State:
@@ -82,13 +81,32 @@ class State:
         seen: list[Planned] = []
         for item in self._items:
             for mark in item.iter_markers("kv_profile"):
-                planned = _planned(mark.args[0], mark.kwargs)
+                planned = marked(mark)
                 if planned not in seen:
                     seen.append(planned)
         session.plan = seen
         session.plan_quality = any("kv_quality" in getattr(item, "fixturenames", ()) for item in self._items)
         self.session = session
         return session
+
+    def judge_marks(self, item: pytest.Item) -> str:
+        """Judge the limits of a test's ``kv_profile`` marks on what was measured of those loads; return what failed, empty where all held."""
+        session = self.session
+        if session is None:
+            return ""
+        failed = []
+        from pytest_kvcache import assertions
+        from pytest_kvcache.judge.thresholds import judge_thresholds, of_limits
+
+        for mark in item.iter_markers("kv_profile"):
+            if limits := limits_of(mark):
+                runs = session.windows(marked(mark))
+                before = [analysis for analysis in session.before_analyses() if analysis.run.record.profile == mark.args[0]]
+                try:
+                    assertions.settle_all(judge_thresholds(of_limits(mark.args[0], limits), assertions.analyses(runs), before))
+                except GateFailed as error:
+                    failed.append(str(error))
+        return "\n".join(failed)
 
     @contextmanager
     def recording(self, item: pytest.Item) -> Iterator[list[GateRecord]]:
@@ -287,7 +305,7 @@ def kv_load(kv_session: Session) -> Callable[..., Run]:
     """
 
     def load(profile: str, **numbers: Any) -> Run:
-        return kv_session.load(_planned(profile, numbers))
+        return kv_session.load(planned_load(profile, numbers))
 
     return load
 
@@ -297,23 +315,30 @@ def kv_windows(kv_session: Session) -> Callable[..., list[Run]]:
     """Like ``kv_load``, and returns the Runs of all windows: ``--kv-windows`` of them where a change is judged or saved, else one."""
 
     def windows(profile: str, **numbers: Any) -> list[Run]:
-        return kv_session.windows(_planned(profile, numbers))
+        return kv_session.windows(planned_load(profile, numbers))
 
     return windows
 
 
-def _planned(profile: str, numbers: Mapping[str, Any]) -> Planned:
+@pytest.fixture(scope="session")
+def kv_thresholds(kv_session: Session) -> Callable[..., list[GateRecord]]:
+    """A callable that judges one line of ``--kv-thresholds`` on every load of this session that it is meant for, measured where it was not yet."""
     from pytest_kvcache.measure import Planned
 
-    arrivals = {name: value for name, value in numbers.items() if name in OPTION_KEYWORDS}
-    rest = {name: value for name, value in numbers.items() if name not in OPTION_KEYWORDS}
-    if arrivals:
-        rest["options"] = {**arrivals, **rest.get("options", {})}
-    try:
-        return Planned(profile, **rest)
-    except TypeError:
-        known = "users, duration_s, output_tokens, requests, rate, arrivals, stages, max_in_flight, content, trace, options"
-        raise UsageError(f"unknown keyword among {', '.join(numbers)}", where=f"kv_load({profile!r}, ...)", hint=f"known: {known}") from None
+    def judge(threshold: Threshold) -> list[GateRecord]:
+        from pytest_kvcache.judge.thresholds import judge_thresholds
+
+        names = {limit.name.partition(".")[0] for limit in threshold.limits}
+        plan = [planned for planned in kv_session.plan if planned.profile == threshold.profile or not threshold.profile]
+        if "quality" in names or threshold.profile == "quality":
+            kv_session.quality()
+        elif not plan:
+            plan = [Planned(threshold.profile or "normal")]
+        for planned in plan:
+            kv_session.windows(planned)
+        return judge_thresholds([threshold], kv_session.after_analyses(), kv_session.before_analyses())
+
+    return judge
 
 
 @pytest.fixture(scope="session")
@@ -346,6 +371,6 @@ def kv_sweep(kv_session: Session) -> Callable[..., Sweep]:
 
         if not kv_session.settings.sweep:
             pytest.skip("nothing to sweep: no --kv-sweep")
-        return sweeping.run_sweep(kv_session, _planned(profile, numbers))
+        return sweeping.run_sweep(kv_session, planned_load(profile, numbers))
 
     return sweep

@@ -6,6 +6,7 @@ and writes no file.
 
 from __future__ import annotations
 
+import difflib
 import signal
 import threading
 from collections.abc import Generator
@@ -15,9 +16,8 @@ from typing import Any
 import pytest
 
 from pytest_kvcache import hookspecs, options
-from pytest_kvcache.errors import KvError
+from pytest_kvcache.errors import KvError, UsageError
 from pytest_kvcache.fixtures import (
-    SETTINGS,
     kv_compare,
     kv_endpoint,
     kv_load,
@@ -26,15 +26,26 @@ from pytest_kvcache.fixtures import (
     kv_settings,
     kv_snapshot,
     kv_sweep,
+    kv_thresholds,
     kv_windows,
     state_of,
 )
+from pytest_kvcache.marks import PROFILE_KEYWORDS, SETTINGS, limits_of, thresholds_of
 
-__all__ = ["kv_compare", "kv_endpoint", "kv_load", "kv_quality", "kv_session", "kv_settings", "kv_snapshot", "kv_sweep", "kv_windows"]
+__all__ = [
+    "kv_compare",
+    "kv_endpoint",
+    "kv_load",
+    "kv_quality",
+    "kv_session",
+    "kv_settings",
+    "kv_snapshot",
+    "kv_sweep",
+    "kv_thresholds",
+    "kv_windows",
+]
 
 pytest.register_assert_rewrite("pytest_kvcache.assertions")
-
-PROFILE_KEYWORDS = {"users", "duration_s", "output_tokens", "requests", "options"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +59,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "capacity: a test that measures a server's KV cache (the ready-made suite bears it)")
     config.addinivalue_line(
-        "markers", "kv_profile(name, users=0, duration_s=0, output_tokens=0, requests=0, options={}): the load profile that this test measures"
+        "markers",
+        "kv_profile(name, users=0, duration_s=0, output_tokens=0, requests=0, options={}, **limits): the load profile that this test measures, and limits on it such as usage_peak=0.9",
     )
     config.stash[SETTINGS] = options.settings_of(config)
     state_of(config).controller = not hasattr(config, "workerinput")
@@ -83,10 +95,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     for mark in item.iter_markers("kv_profile"):
-        unknown = set(mark.kwargs) - PROFILE_KEYWORDS
-        if len(mark.args) != 1 or unknown:
-            detail = f"unknown {', '.join(sorted(unknown))}" if unknown else "it takes one name"
-            raise pytest.UsageError(f"{item.nodeid}: kv_profile(name, {', '.join(sorted(PROFILE_KEYWORDS))}): {detail}")
+        try:
+            if len(mark.args) != 1:
+                raise UsageError("it takes one name")
+            limits_of(mark)
+        except UsageError as error:
+            near = difflib.get_close_matches(error.what.split("'")[1] if "'" in error.what else "", PROFILE_KEYWORDS, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            known = f"{', '.join(sorted(PROFILE_KEYWORDS))}, and limits such as usage_peak=0.9 or ttft_p95='1.5s' (docs/verdicts.md)"
+            raise pytest.UsageError(f"{item.nodeid}: kv_profile(name, ...): {error.what}{meant} Keywords: {known}") from None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for ``kv_threshold`` runs once for each line of ``--kv-thresholds``."""
+    if "kv_threshold" not in metafunc.fixturenames:
+        return
+    try:
+        lines = thresholds_of(metafunc.config)
+    except KvError as error:
+        raise pytest.UsageError(str(error)) from None
+    none = pytest.param(None, marks=pytest.mark.skip(reason="no --kv-thresholds was named"), id="none")
+    metafunc.parametrize("kv_threshold", [pytest.param(line, id=options.one_line(line.condition.text)) for line in lines] or [none])
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -113,6 +142,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         result, mistake = None, ""
         try:
             result = yield
+            mistake = state.judge_marks(item)
         except KvError as error:
             mistake = f"{type(error).__name__}: {error}"
         if mistake:  # outside of the handler: a user's mistake is one message, without the chain of exceptions

@@ -10,13 +10,15 @@ Schema history: 1 first layout.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from pytest_kvcache.quantities import Missing, Reading, Value
 
 SCHEMA_VERSION = 1
+Verdict = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["PASS", "FAIL", "INCONCLUSIVE", "INVALID"]})]
+GateVerdict = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["PASS", "FAIL", "INCONCLUSIVE", "INVALID", "NOT_APPLICABLE"]})]
 
 
 class ValueRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -300,11 +302,12 @@ class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ``value`` is what was gated against ``bound`` (``bound_text`` as people read it); in a comparison ``before`` and ``after``
     stand beside it and ``low``/``high`` are the interval that was judged. ``beside`` holds the three numbers that a usage
     ratio is never shown without. ``evidence`` is a path inside the session folder, ``method`` names the test and its source.
+    ``level`` is ``warn`` for a gate that decides nothing, ``rule`` says which line of a file of thresholds it was made from.
     """
 
     name: str
     quantity: str
-    verdict: str
+    verdict: GateVerdict
     text: str
     unit: str = ""
     lane: str = ""
@@ -321,6 +324,8 @@ class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     evidence: str = ""
     beside: str = ""
     applicable: bool = True
+    level: str = ""
+    rule: str = ""
 
 
 class ConfigChange(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -370,7 +375,7 @@ class VerdictRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """verdict.json: the session's verdict and every gate it rests on."""
 
     schema_version: int
-    verdict: str
+    verdict: Verdict
     session: str
     name: str = ""
     engine: str = ""

@@ -136,6 +136,7 @@ class Settings:
     quality_min: float = _opt(0.98, "lowest pass rate of the quality items that passes", group="judgement")
     quality_margin: float = _opt(0.02, "largest loss of pass rate that a change may cost", group="judgement")
     quality_items: str = _opt("", "JSONL of your own quality items (prompt, expect, match)", group="judgement", metavar="FILE")
+    thresholds: str = _opt("", "file of thresholds that the session is judged by (kvgate.toml)", group="judgement", metavar="FILE")
     on_inconclusive: str = _opt("fail", "what an INCONCLUSIVE gate does to its test", group="judgement", choices=("fail", "pass"))
     save: str = _opt("", "keep this session's Runs as a baseline of that name", group="judgement", metavar="NAME")
     baseline: str = _opt("", "compare with a saved baseline (name or path) or a session folder", group="judgement", metavar="NAME|PATH")

@@ -57,13 +57,14 @@ def show_seconds(value_s: float) -> str:
 
 
 def show(value: float | str | bool, unit: str) -> str:
-    """Return any value of ours as text with its unit; ratios as percentages with one decimal."""
+    """Return any value of ours as text with its unit; ratios as percentages with one decimal, tiny ones with two digits."""
     if isinstance(value, (str, bool)):
         return str(value)
     if not math.isfinite(value):
         return str(value)
     if unit == "ratio":
-        return f"{value * 100:.1f} %"
+        # a small share is not none: 0.0001 is 0.01 %
+        return f"{value * 100:.1f} %" if value == 0 or abs(value) >= 0.0005 else f"{value * 100:.2g} %"
     if unit == "bytes":
         return show_bytes(value)
     if unit == "s":

@@ -79,7 +79,9 @@ def test_a_misspelt_profile_keyword_stops_the_run_at_collection(pytester: pytest
     pytester.makepyfile(CAPACITY_TEST.replace('"normal")', '"normal", user=3)', 1))
     result = pytester.runpytest_inprocess("--collect-only")
     assert result.ret != pytest.ExitCode.OK
-    (result.stderr if "kv_profile" in result.stderr.str() else result.stdout).fnmatch_lines(["*kv_profile(*unknown user*"])
+    (result.stderr if "kv_profile" in result.stderr.str() else result.stdout).fnmatch_lines(
+        ["*kv_profile(*unknown limit 'user'; did you mean users?*"]
+    )
 
 
 def test_load_profiles_are_never_imported_by_collection(pytester: pytest.Pytester) -> None:

@@ -99,12 +99,3 @@ def test_a_load_is_given_what_was_asked_for_and_nothing_else() -> None:
     for name, value in (("load_option", ["median"]), ("rate", "-1"), ("max_in_flight", "0"), ("arrivals", "sometimes"), ("stages", " ")):
         with pytest.raises(UsageError):
             resolve({name: value}, {})
-
-
-def test_kv_load_takes_arrivals_as_keywords() -> None:
-    from pytest_kvcache.fixtures import _planned
-
-    planned = _planned("mixed", {"users": 3, "rate": 5.0, "stages": "ramp", "options": {"long_share": 0.5}})
-    assert (planned.users, planned.options) == (3, {"rate": 5.0, "stages": "ramp", "long_share": 0.5})
-    with pytest.raises(UsageError, match="unknown keyword"):
-        _planned("mixed", {"speed": 5})

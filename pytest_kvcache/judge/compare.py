@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +28,17 @@ RESTARTS_NOT_COVERED = "the spread between restarts is not covered: all windows 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A judged change. ``problems`` are what made it INVALID as a whole, ``notes`` what limits what it tells."""
+    """A judged change. ``problems`` are what made it INVALID as a whole, ``notes`` what limits what it tells.
+
+    ``spoilt`` says for each profile why its two sides cannot be compared; empty where they can.
+    """
 
     gates: list[GateRecord]
     config_diff: list[ConfigChange]
     verdict: str
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    spoilt: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
 
 
 def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Settings | None = None, margins: Margins | None = None) -> Comparison:
@@ -63,6 +67,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
         limits += unknown
     sides = _by_profile(before), _by_profile(after)
     gates: list[GateRecord] = []
+    spoilt: dict[str, list[Problem]] = {}
     for key, old in sides[0].items():
         new = sides[1].get(key)
         if new is None:
@@ -71,14 +76,15 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
         found = _gates(key, old, new, margins)
         unequal = _workload(key, old, new)
         lacking = _lacking(old, "before") or _lacking(new, "after")
-        gates += [_invalid(_not_whole(gate, lacking), [*problems, *unequal]) for gate in found]
+        spoilt.setdefault(key[0], []).extend([*problems, *unequal])
+        gates += [invalid(_not_whole(gate, lacking), [*problems, *unequal]) for gate in found]
     only_after = [_title(key) for key in sides[1] if key not in sides[0]]
     if only_after:
         notes.append(f"measured only after the change, and so not compared: {', '.join(only_after)}")
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable)
-    return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *limits], problems)
+    return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *limits], problems, spoilt)
 
 
 def compare_quality(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
@@ -86,7 +92,7 @@ def compare_quality(before: Sequence[Analysis], after: Sequence[Analysis], margi
     if not before or not after:
         raise ValueError("both sides of a comparison need at least one Run")
     problems = [*check_pair(before[0].run.record, after[0].run.record), *check_side(before), *check_side(after)]
-    return _invalid(quality_not_worse(before, after, margin), problems)
+    return invalid(quality_not_worse(before, after, margin), problems)
 
 
 _Key = tuple[str, bool]
@@ -184,7 +190,8 @@ def _lonely(key: _Key, before: Sequence[Analysis]) -> GateRecord:
     )
 
 
-def _invalid(gate: GateRecord, problems: Sequence[Problem]) -> GateRecord:
+def invalid(gate: GateRecord, problems: Sequence[Problem]) -> GateRecord:
+    """Return the gate on two sides, INVALID where there are problems with comparing them."""
     if not problems or not gate.applicable:
         return gate
     text = f"cannot be compared: {problems[0].text}; to mend it: {problems[0].mend}. Not judged: {gate.text}"

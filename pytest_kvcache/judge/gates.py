@@ -37,8 +37,8 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 def session_verdict(gates: Sequence[GateRecord], deselected: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Return a session's verdict and notes on it. Gates that do not apply do not count; with gates deselected it cannot be PASS."""
-    counted = [judged for judged in gates if judged.applicable]
+    """Return a session's verdict and notes on it. Gates that do not apply, and warnings, do not count; with gates deselected it cannot be PASS."""
+    counted = [judged for judged in gates if judged.applicable and judged.level != "warn"]
     verdict = worst(judged.verdict for judged in counted)
     notes = [] if counted else ["no gate was judged"]
     if deselected:

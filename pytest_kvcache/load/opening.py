@@ -169,7 +169,7 @@ def write_start(session: LoadSession) -> None:
         "nonce": session.nonce,
         "length_source": prepared.vocabulary.source,
         "length_overhead": prepared.vocabulary.overhead,
-        "ignore_eos": prepared.fields.ignore_eos or prepared.fields.min_tokens,
+        "ignore_eos": prepared.ignore_eos,
         "expects_usage": prepared.expects_usage,
         "ramp_s": knobs.ramp_over_s(session.length_s()),
         "rate": knobs.rate,

@@ -54,9 +54,7 @@ class OpenLoop:
         return takewhile(lambda arrival: arrival[0] < most, shared) if most else shared
 
     def scheduled(self, length_s: float) -> int:
-        """Return how many arrivals this worker has in a load of that length, at most COUNTED; 0 where nothing bounds the load."""
-        if not length_s and not self.session.knobs.requests:
-            return 0
+        """Return how many arrivals this worker has in a load of that length; at most COUNTED are counted."""
         most = self.session.knobs.requests or COUNTED
         within = takewhile(lambda arrival: not length_s or arrival[1] < length_s, islice(self._share(), min(most, COUNTED)))
         return sum(1 for _ in within)

@@ -22,7 +22,7 @@ from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 from pytest_kvcache.load.prompts import CALIBRATED, ESTIMATED, IDS, LEAD, TOKENIZE, WORDS, Prompt, PromptSource, Vocabulary, made_up_words
 from pytest_kvcache.load.rejections import classify
 from pytest_kvcache.load.sse import Stream
-from pytest_kvcache.load.target import Fields, Target
+from pytest_kvcache.load.target import Target
 
 ENOUGH_PIECES = 256
 FEWEST_PIECES = 8
@@ -38,7 +38,8 @@ class Prepared:
     target: Target
     max_model_len: int | None
     vocabulary: Vocabulary
-    fields: Fields = field(default_factory=Fields)
+    ignore_eos: bool = True
+    usage: bool = True
     expects_usage: bool = True
     spent: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -74,7 +75,7 @@ def prepare(
     vocabulary = learner.learn(source)
     if messages and target.api == "chat":
         vocabulary = learner.with_messages(vocabulary)
-    return Prepared(target, learner.max_model_len, vocabulary, learner.fields, learner.expects_usage, learner.spent, learner.notes)
+    return Prepared(target, learner.max_model_len, vocabulary, learner.ignore_eos, learner.usage, learner.expects_usage, learner.spent, learner.notes)
 
 
 class _Learner:
@@ -84,7 +85,8 @@ class _Learner:
         self.max_model_len = max_model_len
         self.nonce = nonce
         self.sleep = sleep
-        self.fields = Fields()
+        self.ignore_eos = True
+        self.usage = True
         self.expects_usage = True
         self.settled = False
         self.unanswered = False
@@ -245,7 +247,7 @@ class _Learner:
 
     def _adds(self, vocabulary: Vocabulary, before: tuple[Part, ...]) -> int | None:
         prompt = self._source(vocabulary).make(vocabulary.overhead + 90, "probe", len(before), before[0].key, before=before)
-        probe = self._once(prompt, self.fields)
+        probe = self._once(prompt, self.ignore_eos, self.usage)
         return probe.prompt_tokens - (prompt.planned_tokens or 0) if probe.prompt_tokens is not None else None
 
     def _source(self, vocabulary: Vocabulary) -> PromptSource:
@@ -261,17 +263,16 @@ class _Learner:
         """
         if self.unanswered:
             return _Probe(contract.SERVER_ERROR, 0, "not asked", None)
-        tries = [self.fields] if self.settled else [Fields(), Fields(False, True), Fields(False), Fields(False, usage=False)]
-        probe = self._once(prompt, tries[0])
-        for fields in tries[1:]:
+        tries = [(self.ignore_eos, self.usage)] if self.settled else [(True, True), (False, True), (False, False)]
+        probe = self._once(prompt, *tries[0])
+        for ignore_eos, usage in tries[1:]:
             if probe.outcome != contract.BAD_REQUEST or probe.status not in {400, 422}:
                 break
-            again = self._once(prompt, fields)
+            again = self._once(prompt, ignore_eos, usage)
             if again.outcome != contract.BAD_REQUEST:
                 probe = again
-                self.fields = fields
-                instead = "min_tokens takes its place" if fields.min_tokens else "they are left out"
-                self.notes.append(f"the server refuses {'ignore_eos' if fields.usage else 'ignore_eos and stream_options'}; {instead}")
+                self.ignore_eos, self.usage = ignore_eos, usage
+                self.notes.append(f"the server refuses {'ignore_eos' if usage else 'ignore_eos and stream_options'}; they are left out")
                 break
         if probe.outcome in _ANSWERED:
             self.settled = True
@@ -290,9 +291,9 @@ class _Learner:
             self.notes.append(f"lengths are not verified, for a request of a few tokens is not answered ({probe.outcome}): {probe.error}")
         return probe
 
-    def _once(self, prompt: Prompt, fields: Fields) -> _Probe:
+    def _once(self, prompt: Prompt, ignore_eos: bool, usage: bool) -> _Probe:
         tokens = 2
-        body = self.target.body_head(tokens, fields) + prompt.json + self.target.body_tail
+        body = self.target.body_head(tokens, ignore_eos=ignore_eos, usage=usage) + prompt.json + self.target.body_tail
         for attempt in range(3):
             self.spent["requests"] += 1
             stream = Stream()

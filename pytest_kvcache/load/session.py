@@ -218,7 +218,7 @@ class LoadSession:
             assert self.prepared is not None
             if len(self._heads) > 4096:
                 self._heads.clear()
-            head = self.targets[index].body_head(output_tokens, self.prepared.fields)
+            head = self.targets[index].body_head(output_tokens, ignore_eos=self.prepared.ignore_eos, usage=self.prepared.usage)
             self._heads[index, output_tokens] = head
         return head
 

@@ -8,7 +8,7 @@ from the environment variable that is named, nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 API_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _OURS = frozenset({"prompt", "messages", "stream", "stream_options", "model"})
-
-
-class Fields(NamedTuple):
-    """Which fields beside the OpenAI ones a request carries: so that all tokens come (either of two), and that they are counted."""
-
-    ignore_eos: bool = True
-    min_tokens: bool = False
-    usage: bool = True
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -67,15 +59,13 @@ class Target(msgspec.Struct, frozen=True):
         said = self.extra_body.get("max_tokens", self.extra_body.get("max_completion_tokens"))
         return said if isinstance(said, int) and said > 0 else asked
 
-    def body_head(self, max_tokens: int, fields: Fields = Fields()) -> bytes:  # noqa: B008  a tuple of constants
+    def body_head(self, max_tokens: int, *, ignore_eos: bool = True, usage: bool = True) -> bytes:
         """Return the JSON of a request up to the value of its prompt; ``body_tail`` closes it."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": max_tokens, "temperature": 0}
-        if fields.usage:
+        if usage:
             body["stream_options"] = {"include_usage": True}
-        if fields.ignore_eos:
+        if ignore_eos:
             body["ignore_eos"] = True
-        if fields.min_tokens:
-            body["min_tokens"] = max_tokens
         body |= self.extra_body
         opening = b'"prompt":' if self.api == "completions" else b'"messages":'
         return msgspec.json.encode(body)[:-1] + b"," + opening

@@ -28,7 +28,9 @@ from pytest_kvcache.report.model import (
     show_interval,
     show_record,
     show_value,
+    shown_verdict,
     three_numbers,
+    warns,
     why,
 )
 from pytest_kvcache.report.series import free_unit, traces
@@ -165,8 +167,8 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
     missing = gate.value.missing if gate.value is not None else None
     text = gate_sentence(gate) or missing or ""
     return {
-        "verdict": plain(gate.verdict, 20),
-        "kind": _KINDS.get(gate.verdict, "unsure"),
+        "verdict": shown_verdict(gate),
+        "kind": "unsure" if warns(gate) else _KINDS.get(gate.verdict, "unsure"),
         "title": gate_title(gate),
         "text": text if gate.verdict != "PASS" or gate.before is not None or gate.bound is None else "",
         "beside": beside(view, gate),

@@ -17,6 +17,8 @@ from pytest_kvcache.report.model import (
     show_bound,
     show_interval,
     show_record,
+    shown_verdict,
+    warns,
     why,
 )
 
@@ -89,7 +91,7 @@ def _gates(view: SessionView) -> list[str]:
     else:
         lines += ["No gate was judged.", ""]
     lines += [
-        f"- {gate.verdict} {markdown(gate_title(gate))}: {markdown(gate_sentence(gate))}"
+        f"- {shown_verdict(gate)} {markdown(gate_title(gate))}: {markdown(gate_sentence(gate))}"
         for gate in gates[:MAX_GATES]
         if gate.verdict in _SIGNS and gate.verdict != "PASS" and gate.text
     ]
@@ -103,7 +105,7 @@ def _row(view: SessionView, gate: GateRecord, compared: bool) -> list[str]:
     title = markdown(gate_title(gate))
     if text := beside(view, gate):
         title += f"<br>{markdown(text)}"
-    word = f"{_SIGNS.get(gate.verdict, '')} {markdown(gate.verdict, 20)}".strip()
+    word = f"{'' if warns(gate) else _SIGNS.get(gate.verdict, '')} {markdown(shown_verdict(gate), 20)}".strip()
     value, bound = markdown(show_record(gate.value), 60), markdown(show_bound(gate), 80)
     if not compared:
         return [word, title, value, bound]

@@ -124,8 +124,18 @@ def build_view(folder: Path) -> SessionView:
 
 
 def in_order(gates: Iterable[GateRecord]) -> list[GateRecord]:
-    """Return the gates that apply, those that decide first; their own order is kept otherwise."""
-    return sorted((gate for gate in gates if gate.applicable), key=lambda gate: _WORST_FIRST.get(gate.verdict, 2))
+    """Return the gates that apply, those that decide first; their own order is kept otherwise. What only warns stands before what passed."""
+    return sorted((gate for gate in gates if gate.applicable), key=lambda gate: 2 if warns(gate) else _WORST_FIRST.get(gate.verdict, 2))
+
+
+def warns(gate: GateRecord) -> bool:
+    """Return whether a gate did not pass and decides nothing."""
+    return gate.level == "warn" and gate.verdict != "PASS"
+
+
+def shown_verdict(gate: GateRecord) -> str:
+    """Return the word that a gate's verdict is shown by; one that decides nothing is a warning."""
+    return "warning" if warns(gate) else plain(gate.verdict, 20)
 
 
 def not_applicable(gates: Iterable[GateRecord]) -> list[GateRecord]:
@@ -148,8 +158,14 @@ def _list(texts: Sequence[str], most: int = 3) -> str:
 
 
 def why(verdict: VerdictRecord) -> str:
-    """Return one sentence that says what decided the verdict."""
-    gates = in_order(verdict.gates)
+    """Return one sentence that says what decided the verdict, and one for what only warns."""
+    told = _decided(verdict, [gate for gate in in_order(verdict.gates) if not warns(gate)])
+    if warnings := [gate for gate in verdict.gates if gate.applicable and warns(gate)]:
+        told += f" {len(warnings)} warning{'s' if len(warnings) != 1 else ''}: {_list([gate_text(gate) for gate in warnings])}."
+    return told
+
+
+def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
     by = {word: [gate for gate in gates if gate.verdict == word] for word in _WORST_FIRST}
     count = f"{len(gates)} gate{'s' if len(gates) != 1 else ''}"
     aside = len(not_applicable(verdict.gates))

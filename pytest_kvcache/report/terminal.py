@@ -19,6 +19,7 @@ from pytest_kvcache.report.model import (
     show_bound,
     show_interval,
     show_record,
+    shown_verdict,
     why,
 )
 from pytest_kvcache.report.model import three_numbers as _three_numbers
@@ -128,7 +129,7 @@ def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
 
 def _row(gate: GateRecord, compared: bool, narrow: bool) -> list[str]:
     """Return the cells of a gate; on a narrow terminal figures without their units, which the bound keeps, and one end of an interval."""
-    word, title, value, bound = plain(gate.verdict, 12), gate_title(gate), show_record(gate.value), show_bound(gate)
+    word, title, value, bound = shown_verdict(gate), gate_title(gate), show_record(gate.value), show_bound(gate)
     if not compared:
         return [word, title, clip(value, 16), clip(bound, 28)]
     bound = clip(_SHORT.sub(r"\1", bound), 16)

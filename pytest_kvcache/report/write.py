@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import msgspec
 
 from pytest_kvcache.records import VerdictRecord
 from pytest_kvcache.report import html, markdown
+from pytest_kvcache.report.actions import append_job_summary
 from pytest_kvcache.report.model import SessionView, build_view
 from pytest_kvcache.runfolder import write_atomic
 
@@ -22,10 +24,14 @@ __all__ = ["build_view", "write_session", "write_view"]
 def write_session(folder: Path, verdict: VerdictRecord, before: Sequence[Analysis] = (), after: Sequence[Analysis] = ()) -> Path:
     """Write verdict.json, then summary.md and report.html, each whole or not at all; return the path of report.html.
 
-    The verdict is on disk before anything is drawn. Raises CannotWrite.
+    The verdict is on disk before anything is drawn. In GitHub Actions the summary goes to the job's page too. Raises CannotWrite.
     """
     write_atomic(folder / "verdict.json", msgspec.json.format(msgspec.json.encode(verdict), indent=1))
-    return write_view(SessionView(folder, verdict, tuple(before), tuple(after)))
+    view = SessionView(folder, verdict, tuple(before), tuple(after))
+    path = write_view(view)
+    if trouble := append_job_summary(markdown.summary(view)):
+        sys.stderr.write(f"pytest-kvcache: {trouble}\n")
+    return path
 
 
 def write_view(view: SessionView) -> Path:

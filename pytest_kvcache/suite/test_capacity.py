@@ -13,6 +13,8 @@ from pytest_kvcache import assertions, sweeping
 from pytest_kvcache.analysis.sweep import Sweep
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.compare import Comparison
+from pytest_kvcache.judge.thresholds import Threshold
+from pytest_kvcache.records import GateRecord
 from pytest_kvcache.runfolder import Run
 from pytest_kvcache.session import Session
 from pytest_kvcache.settings import Settings
@@ -81,3 +83,10 @@ def test_the_change_made_nothing_worse(kv_compare: Callable[[], Comparison]) -> 
 
 def test_a_sweep_of_one_option_recommends_a_value(kv_sweep: Callable[..., Sweep], kv_session: Session) -> None:
     assertions.settle_all(sweeping.sweep_gates(kv_session, kv_sweep("normal")))
+
+
+@pytest.mark.kv_profile("normal")
+@pytest.mark.kv_profile("longctx")
+@pytest.mark.kv_profile("nearmax")
+def test_a_threshold_of_the_file_holds(kv_thresholds: Callable[[Threshold], list[GateRecord]], kv_threshold: Threshold) -> None:
+    assertions.settle_all(kv_thresholds(kv_threshold))

@@ -14,7 +14,7 @@ from pytest_kvcache.errors import UsageError
 from pytest_kvcache.load import flags
 from pytest_kvcache.load.contract import ProfileOption
 from pytest_kvcache.load.runner import command, environment, profile_path, profiles
-from pytest_kvcache.load.target import Fields, Handed, Target, from_endpoint, handed_over, named_by_hand
+from pytest_kvcache.load.target import Handed, Target, from_endpoint, handed_over, named_by_hand
 from pytest_kvcache.server.address import Endpoint, parse_endpoint
 from pytest_kvcache.settings import Settings
 
@@ -30,8 +30,7 @@ def test_a_request_asks_for_a_stream_with_usage_and_all_its_tokens() -> None:
     assert sent == {
         "model": "m", "prompt": "x", "max_tokens": 32, "stream": True, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    assert body(Target("http://h"), fields=Fields(False, True))["min_tokens"] == 32
-    chat = body(Target("http://h", model="m", api="chat"), fields=Fields(False, usage=False))
+    chat = body(Target("http://h", model="m", api="chat"), ignore_eos=False, usage=False)
     assert chat == {"model": "m", "messages": "x", "max_tokens": 32, "stream": True, "temperature": 0}
 
 

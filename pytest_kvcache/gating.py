@@ -1,0 +1,104 @@
+"""``pytest-kvcache gate``: stored Runs against a file of thresholds. ``pytest-kvcache schema``: the JSON Schema of the records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_kvcache.errors import UsageError
+
+if TYPE_CHECKING:
+    from pytest_kvcache.judge.thresholds import Thresholds
+    from pytest_kvcache.session import Session
+
+SCHEMAS = {
+    "verdict": "VerdictRecord",
+    "run": "RunRecord",
+    "telemetry": "TelemetryRow",
+    "requests": "LoadLine",
+    "quality": "QualityRow",
+    "snapshot": "SnapshotRecord",
+}
+"""What ``schema`` prints: the name of a file or value, and its record in records.py."""
+
+
+def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``gate`` takes beside the options of a session."""
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a Run's folder, a session folder, or the name of a saved baseline; several are judged together"
+    )
+    parser.add_argument(
+        "--require", action="append", default=[], metavar="CONDITION", help='one more threshold, as in "usage.peak < 0.9"; repeatable'
+    )
+
+
+def judge_stored(arguments: argparse.Namespace, session: Session) -> None:
+    """Judge stored Runs by thresholds into ``session``. Raises KvError."""
+    from pytest_kvcache.judge.baseline import load_baseline
+    from pytest_kvcache.judge.compare import compare, invalid
+    from pytest_kvcache.judge.thresholds import judge_thresholds
+
+    settings = session.settings
+    thresholds = thresholds_of(settings.thresholds, arguments.require)
+    reports = Path(settings.reports)
+    after = [run for name in arguments.runs for run in load_baseline(name, reports)]
+    before = load_baseline(settings.baseline, reports) if settings.baseline else []
+    if thresholds.need_baseline and not before:
+        raise UsageError(
+            "a threshold compares with the baseline, and none was named", where=thresholds.path, hint="--baseline NAME or the path of a session"
+        )
+    spoilt = {}
+    if before:
+        session.adopt(before, "before")
+    session.adopt(after, "after" if before else "")
+    if before:
+        comparison = compare(session.before_analyses(), session.after_analyses(), settings)
+        session.notes, session.problems = list(comparison.notes), [problem.text for problem in comparison.problems]
+        spoilt = dict(comparison.spoilt)
+    for gate in judge_thresholds(thresholds.lines, session.after_analyses(), session.before_analyses()):
+        session.record(invalid(gate, spoilt.get(gate.lane, ())) if gate.before is not None else gate)
+    if thresholds.on_inconclusive and "on_inconclusive" not in settings.sources:
+        session.settings = settings.replace(on_inconclusive=thresholds.on_inconclusive)
+
+
+def thresholds_of(file: str, conditions: list[str]) -> Thresholds:
+    """Return the thresholds of a file (``kvgate.toml`` of this folder, where none is named) and of conditions given by hand. Raises UsageError."""
+    from dataclasses import replace
+
+    from pytest_kvcache.judge.thresholds import FILE_NAME, Thresholds, of_texts, read_thresholds
+
+    path = Path(file or FILE_NAME)
+    if not file and not path.exists():
+        if not conditions:
+            raise UsageError(
+                f"by which thresholds? There is no {FILE_NAME} in this folder",
+                hint='--thresholds FILE, or --require "usage.peak < 0.9"; docs/verdicts.md',
+            )
+        read = Thresholds(())
+    else:
+        read = read_thresholds(path)
+    return replace(read, lines=(*read.lines, *of_texts(conditions, "--require")))
+
+
+def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``schema`` takes."""
+    parser.add_argument("record", nargs="?", default="verdict", choices=tuple(SCHEMAS), help="which record [default: verdict]")
+
+
+def schema_text(name: str) -> str:
+    """Return the JSON Schema (draft 2020-12) of a record of ``SCHEMAS`` as indented JSON. Raises KeyError."""
+    import msgspec
+
+    from pytest_kvcache import records
+
+    schema = msgspec.json.schema(getattr(records, SCHEMAS[name]))
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"pytest-kvcache {name}, schema version {records.SCHEMA_VERSION}"}
+    return json.dumps({**head, **schema}, indent=1, sort_keys=False) + "\n"
+
+
+def run_schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON Schema of a record."""
+    print(schema_text(arguments.record), end="")
+    return 0

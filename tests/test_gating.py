@@ -1,0 +1,114 @@
+"""``pytest-kvcache gate`` and ``schema``: exit codes, what is written, and what cannot be meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from made_run import MadeRun, closed_loop, quality_run
+
+from pytest_kvcache.cli import main
+from pytest_kvcache.gating import SCHEMAS, schema_text
+from pytest_kvcache.records import GateRecord, VerdictRecord
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+
+
+def _session(name: str, length_s: float = 0.5, windows: int = 3) -> None:
+    for window in range(windows):
+        made = MadeRun(rows=closed_loop(length_s=length_s), record={"window": window, "seed": window, "workload": f"w{window}"})
+        made.write(Path(name) / "runs" / f"{window + 1}-normal")
+    quality_run(300).write(Path(name) / "runs" / "9-quality")
+
+
+def _verdict() -> VerdictRecord:
+    (path,) = Path("reports").glob("*/verdict.json")
+    return msgspec.json.decode(path.read_bytes(), type=VerdictRecord)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('fail = ["usage.peak < 0.9", "quality.pass_rate >= 0.98"]', 0),
+        ('fail = ["usage.peak < 0.001"]', 1),
+        ('fail = ["rejections{lane=nearmax} == 0"]', 3),
+        ('on_inconclusive = "pass"\nfail = ["rejections{lane=nearmax} == 0"]', 0),
+        ('fail = ["usage.peak < 0.9"]\nwarn = ["usage.peak < 0.001"]', 0),
+        ('fail = ["usage.peak < baseline"]', 2),
+        ('fail = ["usage.peak <"]', 2),
+    ],
+)
+def test_a_stored_session_meets_its_thresholds_with_the_right_exit_code(text: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _session("kept")
+    Path("kvgate.toml").write_text(text)
+    assert main(["gate", "kept"]) == code
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_what_was_judged_is_a_session_with_its_report_and_the_lines_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    _session("kept")
+    Path("kvgate.toml").write_text('fail = ["usage.peak < 0.9"]\nwarn = ["throughput > 1e9"]')
+    assert main(["gate", "kept"]) == 0
+    out = capsys.readouterr().out
+    assert "warning" in out
+    assert "report.html" in out
+    verdict = _verdict()
+    assert [(g.quantity, g.verdict, g.level) for g in verdict.gates] == [("usage.peak", "PASS", ""), ("throughput", "FAIL", "warn")]
+    assert all(g.rule.startswith("kvgate.toml") for g in verdict.gates)
+    (folder,) = Path("reports").glob("*/verdict.json")
+    assert "warning" in (folder.parent / "summary.md").read_text()
+    assert "warning" in (folder.parent / "report.html").read_text()
+
+
+def test_a_baseline_of_another_load_makes_a_line_against_it_invalid(capsys: pytest.CaptureFixture[str]) -> None:
+    _session("before")
+    _session("after")
+    for path in Path("after").glob("runs/*/run.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "workload": "another"}))
+    command = ["gate", "after", "--baseline", "before", "--require", "usage.peak <= baseline + 0.02"]
+    assert main(command) == 4
+    assert "another load" in capsys.readouterr().out
+    assert main([*command[:3], "after", *command[4:]]) == 0
+
+
+def test_no_thresholds_at_all_is_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    _session("kept")
+    assert main(["gate", "kept"]) == 2
+    assert "kvgate.toml" in capsys.readouterr().err
+
+
+def test_a_job_in_github_actions_shows_the_summary_on_its_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _session("kept")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "job.md")
+    Path("job.md").write_text("# from a step before\n")
+    assert main(["gate", "kept", "--require", "usage.peak < 0.9"]) == 0
+    text = Path("job.md").read_text()
+    assert text.startswith("# from a step before")
+    assert "usage" in text
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "no-such-folder/job.md")
+    capsys.readouterr()
+    assert main(["gate", "kept", "--require", "usage.peak < 0.9"]) == 0
+    assert "job summary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_the_published_schemas_are_those_of_the_records(name: str) -> None:
+    assert (DOCS / "schemas" / f"{name}.json").read_text() == schema_text(name), "run nox -s docs"
+
+
+def test_the_schema_says_which_verdicts_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    properties = schema["$defs"]["VerdictRecord"]["properties"]
+    assert properties["verdict"]["enum"] == ["PASS", "FAIL", "INCONCLUSIVE", "INVALID"]
+    assert set(schema["$defs"]["GateRecord"]["properties"]) == set(GateRecord.__struct_fields__)
