@@ -110,14 +110,23 @@ def through(pair: Sequence[Endpoint], policy: str, folder: Path) -> Analysis:
     return analyse(Run(folder, write_run(folder, record).record))
 
 
+def sound(pair: Sequence[Endpoint], policy: str, folder: Path) -> Analysis:
+    """Press until the evidence is sound, three times at most: a crowded machine spoils telemetry, and the gate then rightly does not judge."""
+    for number in range(3):
+        analysis = through(pair, policy, folder / f"{policy}-{number}")
+        if not analysis.problems:
+            break
+    return analysis
+
+
 @pytest.mark.live
 def test_a_sticky_proxy_is_unbalanced_and_a_round_robin_one_is_fair(pair: Sequence[Endpoint], tmp_path: Path) -> None:
-    sticky = through(pair, STICKY, tmp_path / "sticky")
+    sticky = sound(pair, STICKY, tmp_path)
     gate = gates.balanced([sticky])
     assert gate.verdict == FAIL, gate.text
     assert "requests waited on server" in gate.text
     running = balance(sticky).of("running")
     assert running is not None
     assert running.members[running.lowest] == 0
-    fair = gates.balanced([through(pair, ROUND_ROBIN, tmp_path / "fair")])
+    fair = gates.balanced([sound(pair, ROUND_ROBIN, tmp_path)])
     assert fair.verdict == PASS, fair.text
