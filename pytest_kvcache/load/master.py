@@ -32,7 +32,7 @@ PREPARE_S = 300.0
 WATCH_S = 0.5
 HEAD_START_S = 0.2
 # A worker that quits says so before its last rows are here.
-MISSING_S = 8.0
+MISSING_S = 5.0
 SIGNAL_STOP_S = 2.0
 HALT_S = 30.0
 LATE_NUMBERS = 10**12

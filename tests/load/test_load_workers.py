@@ -111,7 +111,7 @@ def test_the_same_prompts_are_sent_by_one_process_and_by_two(tmp_path: Path) -> 
 def test_a_worker_that_is_killed_is_told_and_what_it_sent_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     with ScriptedServer(itl_s=0.02) as server:
-        thread, came = in_background(lambda: press(server, tmp_path, duration_s=13.0))
+        thread, came = in_background(lambda: press(server, tmp_path, duration_s=10.0))
         wait_for(lambda: rows_in(path) > 10)
         master_of_this_test().children()[0].kill()
         thread.join(60)
