@@ -188,9 +188,13 @@ def test_a_pytest_in_the_background_of_a_script_stops_on_term(tmp_path: Path) ->
             process.wait(30)
 
 
-def test_load_prints_its_numbers_and_judges_them(tmp_path: Path) -> None:
+def test_load_prints_its_numbers_and_judges_them_also_when_two_processes_press(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest_kvcache.cli", "load", "normal", "--launch", "llamacpp --slots 2", "--users", "2", "--requests", "6"]
+    command += ["--load-processes", "2"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode in UNLESS_CROWDED, result.stdout + result.stderr
     assert "6 requests sent, 6 requests answered in full" in result.stdout
     assert "time to first token" in result.stdout
+    lines = (_session(tmp_path) / "runs" / "1-normal" / "requests.jsonl").read_text().splitlines()
+    ends = [line for line in map(json.loads, lines) if line["kind"] == "end"]
+    assert [(end["worker"], end["rows"]) for end in ends] == [("w0", 3), ("w1", 3)]
