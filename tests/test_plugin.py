@@ -75,6 +75,14 @@ def test_under_xdist_a_gate_refuses_and_never_turns_green(pytester: pytest.Pytes
     result.stdout.fnmatch_lines(["*nothing is measured under pytest-xdist*"])
 
 
+def test_an_experiment_is_not_split_over_workers(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CAPACITY_TEST)
+    sides = ["--kv-before=sleep 60 {port}", "--kv-after=sleep 61 {port}"]
+    result = pytester.runpytest_subprocess("-n", "1", "--kv-xdist=lease", *sides)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*cannot be split over workers of pytest-xdist*"])
+
+
 def test_a_misspelt_profile_keyword_stops_the_run_at_collection(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(CAPACITY_TEST.replace('"normal")', '"normal", user=3)', 1))
     result = pytester.runpytest_inprocess("--collect-only")
