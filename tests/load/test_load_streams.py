@@ -45,9 +45,9 @@ def answer(status: bytes, body: bytes, *headers: bytes) -> list[Step]:
 
 
 class RawServer(ScriptedServer):
-    """Answers the preparation as the scripted server does, and every request of the load with ``steps``: bytes, pauses, ``reset``."""
+    """Answers the preparation as the scripted server does, and the requests of the load by ``answers``: bytes, pauses, ``reset``."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, answers: Sequence[Sequence[Step]]) -> None:
         super().__init__()
         self.asked = 0
         owner, bound = self, self.http.RequestHandlerClass
@@ -59,7 +59,7 @@ class RawServer(ScriptedServer):
                     super()._generate(body, chat=chat)
                     return
                 owner.asked += 1
-                owner.play(self, steps)
+                owner.play(self, answers[min(owner.asked, len(answers)) - 1])
 
         self.http.RequestHandlerClass = Raw
 
@@ -78,15 +78,15 @@ class RawServer(ScriptedServer):
                 handler.wfile.flush()
 
 
-def press(steps: Sequence[Step], folder: Path, *, timeout_s: float = 20.0) -> tuple[RequestRow, int]:
-    server = RawServer(steps)
+def press(answers: Sequence[Sequence[Step]], folder: Path, *, timeout_s: float = 20.0) -> tuple[list[RequestRow], int]:
+    """One user, one request after the other, each answered by the next of ``answers``."""
+    server = RawServer(answers)
     with server:
-        options = {"requests": 1, "histogram": "64:1", "stop_timeout_s": 2}
+        options = {"requests": len(answers), "histogram": "64:1", "stop_timeout_s": 2, "backoff_s": 0}
         endpoint = parse_endpoint(server.url, Settings())
         result = run_load([endpoint], "normal", folder, users=1, output_tokens=4, request_timeout_s=timeout_s, options=options)
         asked = server.asked
-    (row,) = read_rows(result.rows_path)
-    return row, asked
+    return sorted(read_rows(result.rows_path), key=lambda row: row.id), asked
 
 
 PACKED = gzip.compress(WHOLE)
@@ -115,18 +115,22 @@ CASES: dict[str, tuple[list[Step], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_answer_has_its_name_and_is_asked_for_once(name: str, tmp_path: Path) -> None:
-    steps, outcome, shown = CASES[name]
-    row, asked = press(steps, tmp_path, timeout_s=1.0 if "4.0" in repr(steps) else 20.0)
-    assert (row.outcome, asked) == (outcome, 1), row
-    assert shown in row.error
-    if outcome == contract.OK:
-        assert (row.completion_tokens, row.chunks, row.prompt_tokens) == (4, 4, 64)
+@pytest.mark.parametrize("slow", [False, True])
+def test_every_answer_has_its_name_and_is_asked_for_once(slow: bool, tmp_path: Path) -> None:
+    cases = {name: case for name, case in CASES.items() if (4.0 in case[0]) == slow}
+    rows, asked = press([case[0] for case in cases.values()], tmp_path, timeout_s=1.0 if slow else 20.0)
+    assert asked == len(rows) == len(cases)
+    found = {name: (row.outcome, row.error) for name, row in zip(cases, rows, strict=True)}
+    assert {name: outcome for name, (outcome, _) in found.items()} == {name: case[1] for name, case in cases.items()}
+    for name, (_, _, shown) in cases.items():
+        assert shown in found[name][1], found[name]
+    for row in rows:
+        if row.outcome == contract.OK:
+            assert (row.completion_tokens, row.chunks, row.prompt_tokens) == (4, 4, 64)
 
 
 def test_a_stall_is_the_longest_gap_and_says_when_it_began(tmp_path: Path) -> None:
-    row, _ = press([STREAM + b"\r\n" + WORDS[0], 0.05, WORDS[1], 0.6, WORDS[2] + USAGE + DONE], tmp_path)
+    (row,), _ = press([[STREAM + b"\r\n" + WORDS[0], 0.05, WORDS[1], 0.6, WORDS[2] + USAGE + DONE]], tmp_path)
     assert row.outcome == contract.OK
     assert row.longest_gap_s == pytest.approx(0.6, abs=0.1)
     assert row.first_token_s is not None
@@ -135,5 +139,5 @@ def test_a_stall_is_the_longest_gap_and_says_when_it_began(tmp_path: Path) -> No
 
 
 def test_retry_after_is_recorded_and_not_obeyed(tmp_path: Path) -> None:
-    row, asked = press(answer(b"429 Too Many Requests", b'{"error":"slow down"}', b"Retry-After: 7"), tmp_path)
+    (row,), asked = press([answer(b"429 Too Many Requests", b'{"error":"slow down"}', b"Retry-After: 7")], tmp_path)
     assert (row.outcome, row.retry_after_s, asked) == (contract.RATE_LIMITED, 7.0, 1)
