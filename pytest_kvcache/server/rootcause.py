@@ -60,6 +60,7 @@ _SENTENCES = (
     r"User-specified context_length \([0-9,]+\) is greater than the derived context_length",
     r"Not enough GPU memory for hybrid state cache",
     r"[^\n]{0,60}state cache is too small to serve any requests",
+    r"Capture \w{2,6} graph failed: (?![^\n]{0,40}out of memory)",
     # TensorRT-LLM
     r"Executor creation failed due to insufficient GPU memory",
     r"maxTokensInPagedKvCache[^\n]{0,40}must be large enough",

@@ -9,9 +9,21 @@ from pytest_kvcache.server.explanations.phrases import F, Known, fixed, known, n
 _SMALLER = "fewer layers on the card (-ngl), a smaller model or quantisation of it, or a second card"
 
 
+def _asked(text: str) -> str:
+    """Return the size of the buffer that could not be had, where a backend says it."""
+    tail = near(text)
+    told = re.search(rf"allocating {F} MiB", tail)
+    if told is not None:
+        return f" of {told.group(1)} MiB"
+    told = re.search(rf"attempted to allocate\s+{F} MB", tail)
+    if told is not None:
+        return f" of {told.group(1)} MiB"
+    told = re.search(r"(?:buffer|allocation) of size ([0-9]{1,18})", tail)
+    return f" of {int(told.group(1)) / (1 << 20):.2f} MiB" if told is not None else ""
+
+
 def _llama_kv(_: re.Match[str], text: str) -> tuple[str, str]:
-    asked = re.search(rf"allocating {F} MiB", near(text))
-    size = f" of {asked.group(1)} MiB" if asked else ""
+    size = _asked(text)
     return (
         f"the buffer{size} for the KV cache could not be had",
         "use a smaller context (-c), fewer slots (-np), or a quantised KV cache (-ctk q8_0 -ctv q8_0)",
@@ -32,14 +44,12 @@ def _projected(text: str) -> str:
 
 
 def _weights(match: re.Match[str], text: str) -> tuple[str, str]:
-    asked = re.search(rf"allocating {F} MiB", near(text))
-    size = f" of {asked.group(1)} MiB" if asked else ""
+    size = _asked(text)
     return f"the buffer{size} for the weights could not be had on {match.group(1)}{_projected(text)}", f"use {_SMALLER}"
 
 
 def _compute(_: re.Match[str], text: str) -> tuple[str, str]:
-    asked = re.search(rf"allocating {F} MiB", near(text))
-    size = f" of {asked.group(1)} MiB" if asked else ""
+    size = _asked(text)
     means = f"weights and cache are loaded, and the buffer{size} for computing could not be had{_projected(text)}"
     return means, "use a smaller batch (-ub, -b), a smaller context (-c), or a quantised KV cache (-ctk q8_0 -ctv q8_0)"
 

@@ -22,6 +22,12 @@ def _mem_fraction(match: re.Match[str], text: str) -> tuple[str, str]:
         return means + "; and the same log shows CUDA out of memory", (
             "no fraction may do: use fewer or quantised weights, a shorter --context-length, or a smaller --cuda-graph-max-bs"
         )
+    before = re.search(rf"Load weight end\.[^\n]{{0,300}}?avail mem={F} ?GB", tail)
+    if weights is not None and before is not None and least is None:
+        # What is left over the share that is kept free must be more than nothing.
+        left, held = float(before.group(1)), float(weights.group(1))
+        least_share = held / (left + held) if left + held else 1.0
+        return means, f"raise --mem-fraction-static above {least_share:.3f} = {held:g} / ({left:g} + {held:g}) GiB, and by the pool that is wanted"
     above = f"to at least {least.group(1) or least.group(2)}" if least else "above weights / card memory"
     return means, f"raise --mem-fraction-static {above}; it is the opposite of what helps against out of memory at run time"
 
@@ -40,9 +46,19 @@ def _context(match: re.Match[str], _: str) -> tuple[str, str]:
     return f"{asked:,} tokens were asked for and the model's own limit is {found:,}", f"set --context-length to {found} or lower"
 
 
+def _graph(match: re.Match[str], _: str) -> tuple[str, str]:
+    change = "see the line for what is lacking; --disable-cuda-graph starts without, and slower"
+    if re.search(r"ninja|nvcc|compil", match.group(1), re.IGNORECASE):
+        change = "install the CUDA toolkit (nvcc) that the kernels are built with, or choose --attention-backend triton; --disable-cuda-graph starts without"
+    elif re.search(r"num_max_dispatch_tokens|assert", match.group(1), re.IGNORECASE):
+        change = "lower --cuda-graph-max-bs (16, say): the largest batch that is captured is more than the kernels bear"
+    return "the graphs of the decode step could not be captured, and the line tells of no lack of memory", change
+
+
 KNOWN: tuple[Known, ...] = (
     known(r"Not enough memory\. Please try to increase --mem-fraction-static|Loaded weights leave no GPU memory for the KV cache", _mem_fraction),
     known(r"The memory capacity is unbalanced", _unbalanced),
+    known(r"Capture \w{2,6} graph failed: (?![^\n]{0,40}out of memory)([^\n]{0,200})", _graph),
     known(rf"User-specified context_length \({N}\) is greater than the derived context_length \({N}\)", _context),
     known(
         r"Not enough GPU memory for hybrid state cache|state cache is too small to serve any requests",

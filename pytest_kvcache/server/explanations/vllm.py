@@ -180,7 +180,7 @@ KNOWN: tuple[Known, ...] = (
         _free_short,
     ),
     known(
-        rf"max seq len \({N}\), \({F} GiB KV cache is needed, which is larger than the available KV cache memory \({F} GiB\)"
+        rf"max seq len \({N}\), \(?{F} GiB KV cache is needed, which is larger than the available KV cache memory \({F} GiB\)"
         rf"(?:[^\n]{{0,60}}?estimated maximum model length is {N})?",
         _pool_small,
     ),
