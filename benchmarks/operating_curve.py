@@ -294,11 +294,14 @@ def main() -> None:
     for name, told in hard.items():
         print(f"{name:>56}", *_cells(told), flush=True)
     if arguments.write:
-        _write(Path(arguments.write), found, hard, arguments.trials)
+        folder = Path(arguments.write)
+        (folder / "operating-curve.md").write_text(page_of(found, hard, arguments.trials))
+        chart({world: told for world, told in found.items() if world in main_grid()}, folder / "operating-curve.svg")
     print(f"{arguments.trials} comparisons a figure, {time.process_time() - cpu:.0f} s of CPU, {time.monotonic() - began:.0f} s")
 
 
-def _write(folder: Path, found: dict[World, dict[str, float]], hard: dict[str, dict[str, float]], trials: int) -> None:
+def page_of(found: dict[World, dict[str, float]], hard: dict[str, dict[str, float]], trials: int) -> str:
+    """Return the page of the docs."""
     once = {name: told for name, told in hard.items() if not name.startswith("a second look")}
     false_pass = max([told[PASS] for world, told in found.items() if world.effect >= 1] + [told[PASS] for told in once.values()])
     false_fail = max(told[FAIL] for world, told in found.items() if world.effect == 0 and not world.rejected)
@@ -326,8 +329,7 @@ def _write(folder: Path, found: dict[World, dict[str, float]], hard: dict[str, d
         "\nThe last row is why `--kv-resume` with more repeats says how often it was judged: each look adds its own chance. What no simulation here "
         "covers: a server that behaves otherwise under other prompts than those of the profiles, and bursts so rare that no window had one.\n"
     )
-    (folder / "operating-curve.md").write_text(page)
-    chart({world: told for world, told in found.items() if world in main_grid()}, folder / "operating-curve.svg")
+    return page
 
 
 if __name__ == "__main__":
