@@ -208,6 +208,21 @@ def test_memory_lines_are_added_up() -> None:
             {"running": 8, "waiting": 2, "used_tokens": 65536, "usage": 0.25},
         ),
         ("[2026-08-20 10:00:10 DP0] Engine (running/waiting): 8 / 3, KV cache: 87.5%, Prefix", {"running": 8, "waiting": 3, "usage": 0.875}),
+        (
+            "[2026-01-18 10:00:01 DP1 TP0] Decode batch, #running-req: 8, #full token: 65536, full token usage: 0.25, #swa token: 20000, "
+            "swa token usage: 0.50, cuda graph: True, gen throughput (token/s): 412.50, #queue-req: 2",
+            {"running": 8, "waiting": 2, "used_tokens": 65536, "usage": 0.5},
+        ),
+        (
+            "[2026-01-18 10:00:01] Decode batch, #running-req: 4, #token: 900, token usage: 0.25, mamba num: 40, mamba usage: 0.80, "
+            "gen throughput (token/s): 41.50, #queue-req: 0",
+            {"running": 4, "waiting": 0, "used_tokens": 900, "usage": 0.8},
+        ),
+        (
+            "WARNING 05-01 10:00:00 scheduler.py:1057] Sequence group 1 is preempted by PreemptionMode.RECOMPUTE mode because there is not "
+            "enough KV cache space. total_num_cumulative_preemption=51",
+            {"preemptions": 51},
+        ),
         ("nothing of the kind", {}),
     ],
 )

@@ -22,6 +22,10 @@ _VLLM_CPU = re.compile(
 _ENGINE = re.compile(r"\bEngine ([0-9]{1,5}): ")
 _SGLANG = re.compile(rf"#running-req: {INT}, (?:#(?:full )?token: {INT}, )?[^\n]{{0,200}}?\btoken usage: {FLOAT}\b[^\n]{{0,300}}?#queue-req: {INT}")
 _SGLANG_PREFILL = re.compile(rf"\btoken usage: {FLOAT}, #running-req: {INT}, #queue-req: {INT}")
+# A hybrid model's line has a usage for each pool: full attention, sliding windows, state.
+_SGLANG_POOLS = re.compile(rf"\b(?:token|mamba) usage: {FLOAT}")
+# V0 warns at every fiftieth preemption, with the count since the start.
+_PREEMPTED = re.compile(r"total_num_cumulative_preemption=([0-9]{1,12})")
 _DP = re.compile(r"\b(DP[0-9]{1,4})\b")
 _LMDEPLOY = re.compile(rf"Engine \(running/waiting\): {INT} / {INT}, KV cache: {FLOAT}%")
 _HINT = re.compile(r"KV cache(?: usage)?: |token usage: ")
@@ -41,11 +45,15 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
         found = _row(line)
         if found is not None:
             rows[found[0]] = (found[1], line)
+    counted = _PREEMPTED.findall(text[-(1 << 20) :])
+    values: dict[str, Value] = {}
+    if counted:
+        source = f"log, V0's last warning: total_num_cumulative_preemption={counted[-1]} (printed at every fiftieth, so later ones are not in it)"
+        values["preemptions"] = Reading(int(counted[-1]), QUANTITIES["preemptions"].unit, source)
     if not rows:
-        return {}, []
+        return values, []
     lines = [line for _, line in rows.values()]
     source = f"log, last periodic line: {_end(redact(' '.join(lines[-1].split())))}"
-    values: dict[str, Value] = {}
     for name in ("running", "waiting", "swapped", "used_tokens"):
         told = [row[name] for row, _ in rows.values() if name in row]
         if len(told) == len(rows):
@@ -63,6 +71,11 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
         values["usage"] = Missing(f"{len(usages)} engines, and the log does not tell the weights of their pools: {shown}")
         notes.append(f"usage by engine in the log, fullest first: {shown}")
     return values, notes
+
+
+def fullest(line: str) -> float:
+    """Return the usage of the fullest pool in a periodic line of SGLang, which is what its gauge shows; 0.0 where there is none."""
+    return max((float(usage) for usage in _SGLANG_POOLS.findall(line)), default=0.0)
 
 
 def _end(line: str, most: int = 160) -> str:
@@ -83,15 +96,15 @@ def _row(line: str) -> tuple[str, Row] | None:
     name = rank.group(1) if rank else ""
     match = _SGLANG.search(line)
     if match is not None:
-        running, tokens, usage, waiting = match.groups()
-        row = {"running": float(to_int(running)), "waiting": float(to_int(waiting)), "usage": float(usage)}
+        running, tokens, _, waiting = match.groups()
+        row = {"running": float(to_int(running)), "waiting": float(to_int(waiting)), "usage": fullest(line)}
         if tokens is not None:
             row["used_tokens"] = float(to_int(tokens))
         return name, row
     match = _SGLANG_PREFILL.search(line)
     if match is not None:
-        usage, running, waiting = match.groups()
-        return name, {"running": float(to_int(running)), "waiting": float(to_int(waiting)), "usage": float(usage)}
+        _, running, waiting = match.groups()
+        return name, {"running": float(to_int(running)), "waiting": float(to_int(waiting)), "usage": fullest(line)}
     match = _LMDEPLOY.search(line)
     if match is not None:
         running, waiting, usage = match.groups()

@@ -14,6 +14,7 @@ from datetime import datetime
 from itertools import pairwise
 
 from pytest_kvcache.server.rootcause import log_lines
+from pytest_kvcache.server.startlogs.live import fullest
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, to_int
 
 _VLLM = re.compile(
@@ -74,8 +75,8 @@ def _points(text: str) -> dict[str, list[Point]]:
             match = _SGLANG.search(line)
             if match is None:
                 continue
-            running, usage, rate, waiting = match.groups()
-            told = (to_int(running), to_int(waiting), float(usage), None, float(rate))
+            running, _, rate, waiting = match.groups()
+            told = (to_int(running), to_int(waiting), fullest(line), None, float(rate))
         name = _ENGINE.search(line)
         engine = (name.group(1) or name.group(2)) if name else ""
         points = found.setdefault(engine, [])
