@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pytest_kvcache import __version__, units
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import charts, memory, sections, svg
+from pytest_kvcache.report import charts, memory, sections, svg, taken
 from pytest_kvcache.report.escape import block, plain
 from pytest_kvcache.report.model import (
     SessionView,
@@ -94,6 +94,11 @@ def report(view: SessionView) -> str:
         "numbers": sections.three_numbers(view),
         "timelines": timelines,
         "undrawn": ", ".join(undrawn),
+        "levels": [
+            _drawn(level.draw, side=level.side, caption=level.caption) | {"name": level.name, "notes": level.notes} for level in taken.levels(view)
+        ],
+        "payload": taken.payload_table(view),
+        "demand": taken.demand_table(view),
         "ledgers": memory.ledgers(view),
         "sweep": memory.sweep_table(view),
         "waste": memory.waste_table(view),
@@ -113,11 +118,12 @@ def report(view: SessionView) -> str:
         "footer": f"Written by pytest-kvcache {__version__}. Session {verdict.session}.",
     }
     present = {"diff": context["diff"], "numbers": context["numbers"].rows, "time": timelines, "rejections": context["rejections"].rows}
+    present |= {"payload": context["payload"].rows, "demand": context["demand"].rows}
     present |= {"memory": context["ledgers"], **{name: context[name].rows for name in ("sweep", "waste", "balance")}}
     present |= {"latency": context["latency"].rows, "quality": context["quality"]}
     names = {
         "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
-        "memory": "Memory", "waste": "Waste", "balance": "Balance",
+        "payload": "What fills the pool", "demand": "Peak and pool", "memory": "Memory", "waste": "Waste", "balance": "Balance",
         "rejections": "Rejections", "latency": "Latency", "quality": "Quality", "validity": "Validity", "again": "Repeat", "environment": "Environment",
     }  # fmt: skip
     context["contents"] = [(id, name) for id, name in names.items() if id not in present or present[id]]
