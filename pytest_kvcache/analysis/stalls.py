@@ -7,6 +7,7 @@ request that was put back twice is seen once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.rows import Rows
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
     import numpy as np
 
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The longest pause inside one answer: of which request, for how long from when on (Unix seconds), and its usual time for a token.
+
+    ``put_back`` says that the engine's counter of preemptions grew with it.
+    """
+
+    number: int
+    lane: str
+    length_s: float
+    at_s: float
+    pace_s: float
+    put_back: bool
+
 
 _LONG = 3.0
 _SLACK_S = 0.25
@@ -47,3 +64,26 @@ def put_back(rows: Rows, series: Sequence[Series]) -> Mask:
         longest = np.argsort(-rows.gap_s[mine], kind="stable")[: int(grown[-1])]
         lost[mine[longest]] = True
     return lost
+
+
+def longest_pauses(rows: Rows, lost: Mask | None = None, most: int = 20) -> list[Pause]:
+    """Return the longest pause of each answer, longest first, at most ``most``: a preempted request shows nothing else to its client.
+
+    ``lost`` says which requests were put back, as ``put_back`` found. Answers of fewer than two reads with content have no pause.
+    """
+    import numpy as np
+
+    known = np.flatnonzero(np.isfinite(rows.gap_at_s) & (rows.gap_s > 0))
+    order = known[np.argsort(-rows.gap_s[known], kind="stable")][:most]
+    tokens = np.maximum(np.where(np.isfinite(rows.output), rows.output, rows.chunks) - 1.0, 1.0)
+    return [
+        Pause(
+            int(rows.number[at]),
+            rows.lanes[int(rows.lane[at])],
+            float(rows.gap_s[at]),
+            float(rows.gap_at_s[at]),
+            float((rows.end_s[at] - rows.first_s[at]) / tokens[at]),
+            bool(lost[at]) if lost is not None else False,
+        )
+        for at in order.tolist()
+    ]

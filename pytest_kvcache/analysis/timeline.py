@@ -22,7 +22,7 @@ from pytest_kvcache.analysis.requests import rejections, request_values
 from pytest_kvcache.analysis.rows import Rows, read_rows
 from pytest_kvcache.analysis.series import Card, Series, read_series
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
-from pytest_kvcache.analysis.stalls import put_back
+from pytest_kvcache.analysis.stalls import Pause, longest_pauses, put_back
 from pytest_kvcache.analysis.waste import Lengths, lengths_of_rows, waste_values
 from pytest_kvcache.capacity.layout import Layout
 from pytest_kvcache.conditions import Limit
@@ -85,7 +85,7 @@ class Analysis:
     """What happened in one Run. The keys of ``values`` are those of ``conditions.KNOWN`` and the textual configuration.
 
     ``lanes`` holds the request quantities of each lane, ``rejections`` counts by class and lane, ``problems`` what makes the Run
-    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any. ``ledgers`` holds the
+    INVALID evidence, ``facts`` what those rules looked at, ``errors`` one error text for each outcome that had any, ``pauses`` the longest pauses inside answers. ``ledgers`` holds the
     memory of each card (or of the machine), ``balance`` how evenly servers, ranks and cards are used, ``lengths``
     what the requests reached in tokens. ``accounting`` (payload against usage), ``phases``, ``demand`` (peak against pool) and ``prefixes`` take the level apart; Missing without a load.
     """
@@ -99,6 +99,7 @@ class Analysis:
     problems: list[Problem] = field(default_factory=list)
     facts: Facts = field(default_factory=lambda: Facts(loaded=False))
     errors: dict[str, str] = field(default_factory=dict)
+    pauses: list[Pause] = field(default_factory=list)
     ledgers: tuple[CardLedger, ...] = ()
     lengths: Lengths = field(default_factory=Lengths)
     balance: Balance = field(default_factory=lambda: no_balance("no load was run"))
@@ -199,6 +200,7 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
         phases=spans,
         demand=asked_for,
         prefixes=shared,
+        pauses=longest_pauses(rows, lost),
     )
 
 

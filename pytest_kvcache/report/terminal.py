@@ -23,6 +23,7 @@ from pytest_kvcache.report.model import (
     why,
 )
 from pytest_kvcache.report.model import three_numbers as _three_numbers
+from pytest_kvcache.units import show_seconds
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
@@ -63,7 +64,7 @@ def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
 
 
 def load_numbers(analysis: Analysis) -> str:
-    """Return what a load did, in two lines: requests and how they ended, then times and throughput."""
+    """Return what a load did: requests and how they ended, times and throughput, and the longest pauses where some are striking."""
     from pytest_kvcache.report.model import show_value
 
     def shown(name: str) -> str:
@@ -75,7 +76,21 @@ def load_numbers(analysis: Analysis) -> str:
         f"{shown('prompt_tokens')} in prompts, {shown('output_tokens')} generated, {shown('throughput')}\n"
         f"time to first token {shown('ttft.p50')} (p95 {shown('ttft.p95')}), latency {shown('latency.p50')} (p95 {shown('latency.p95')}) "
         f"from the intended start, {shown('latency_sent.p50')} (p95 {shown('latency_sent.p95')}) from sending, longest gap {shown('gap.max')}"
+        f"{_pauses(analysis)}"
     )
+
+
+def _pauses(analysis: Analysis) -> str:
+    """Return a line on answers that paused for ten times their usual time for a token: a preempted request shows nothing else."""
+    striking = [pause for pause in analysis.pauses if pause.length_s > 10 * pause.pace_s][:5]
+    if not striking:
+        return ""
+    since_s = analysis.run.record.load_started_wall_s
+    shown = ", ".join(
+        f"#{pause.number} {show_seconds(pause.length_s)} at {pause.at_s - since_s:.1f} s{' (preempted)' if pause.put_back else ''}"
+        for pause in striking
+    )
+    return f"\nlongest pauses inside an answer: {shown}"
 
 
 def three_numbers(analysis: Analysis) -> str:
