@@ -279,6 +279,9 @@ def _refusal(architecture: Architecture, shape: EngineShape, caches: Sequence[_C
     for heads in {layer.kv_heads for layer in architecture.layers if layer.kind not in ("mla", "state", "none", "shared")}:
         if heads % shape.tp if heads >= shape.tp else shape.tp % heads:
             return f"{heads} KV heads and a tensor parallelism of {shape.tp}: neither divides the other"
+    for state_heads in {layer.state.heads for layer in architecture.layers if layer.state is not None}:
+        if state_heads % shape.tp:
+            return f"{state_heads} heads of a recurrent state cannot be divided by a tensor parallelism of {shape.tp}"
     if architecture.context and architecture.context_stated and (shape.max_model_len or 0) > architecture.context:
         return f"User-specified max_model_len ({shape.max_model_len}) is greater than the derived max_model_len ({architecture.context})"
     if shape.dcp > 1 and any(cache.kind in ("sliding", "chunked") for cache in caches):

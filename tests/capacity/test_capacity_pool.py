@@ -148,6 +148,7 @@ def test_types_that_no_engine_has_are_refused() -> None:
     ("model", "shape", "words"),
     [
         (_full(4, heads=6, query_heads=12), {"tp": 4}, "neither divides the other"),
+        (replace(_full(4), layers=(Layer("state", state=State("gdn", 64, 3, 64, heads=6)), Layer("full", 4, 64, 64))), {"tp": 4}, "recurrent state"),
         (_full(4, context=4096), {"max_model_len": 8192}, "greater than the derived max_model_len"),
         (GEMMA, {"dcp": 2, "platform": "gpu"}, "window layers"),
         (_full(4), {"block_size": 16}, "No common block size"),
