@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import gevent
 from locust import LoadTestShape, events
 from locust.runners import MasterRunner, WorkerRunner
 
@@ -26,6 +27,9 @@ from pytest_kvcache.load.target import Handed, handed_over
 if TYPE_CHECKING:
     from pytest_kvcache.load.panel import Panel
     from pytest_kvcache.load.users import KvUser
+
+
+RUNNER_S = 10.0
 
 
 class State:
@@ -81,12 +85,28 @@ def _start(environment: Any, **_: Any) -> None:
         shares=any(cls.shares for cls in classes),
         classes=tuple(classes),
     )
-    if isinstance(environment.runner, MasterRunner):
+    runner = _runner(environment)
+    if isinstance(runner, MasterRunner):
         state.master = MasterSession(environment, _handed(), knobs, shape.profile)
         state.master.start()
         return
     state.session = LoadSession(environment, _handed(), knobs, shape, state.link)
     state.session.start()
+
+
+def _runner(environment: Any) -> Any:
+    """Return Locust's runner. A worker that joins a running test is told to start while its runner is still being made."""
+    deadline_s = monotonic() + RUNNER_S
+    while environment.runner is None and monotonic() < deadline_s:
+        gevent.sleep(0.01)
+    if isinstance(environment.runner, WorkerRunner):
+        _lay_line(environment.runner)
+    return environment.runner
+
+
+def _lay_line(runner: WorkerRunner) -> None:
+    if state.link is None:
+        state.link = Link(runner)
 
 
 def _met(environment: Any, runner: Any, web_ui: Any = None, **_: Any) -> None:
@@ -97,7 +117,7 @@ def _met(environment: Any, runner: Any, web_ui: Any = None, **_: Any) -> None:
 
         state.panel = Panel(environment, web_ui)
     if isinstance(runner, WorkerRunner):
-        state.link = Link(runner)
+        _lay_line(runner)
     elif isinstance(runner, MasterRunner):
         listen(runner, lambda: state.master)
         # once more: Locust calls the last ones first, and its own would quit before ours knows why

@@ -10,6 +10,7 @@ import os
 import secrets
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -89,6 +90,7 @@ class MasterSession:
         self._base_s = time.time() - self._opened_s
         self._halting = self._collected = False
         self.listener: Any = None
+        self._early: deque[LoadNote] = deque(maxlen=1000)
         self._greenlets: list[Any] = []
 
     # before the load
@@ -160,6 +162,7 @@ class MasterSession:
         assert self.rows is not None
         self.rows.put(start)
         self.active = True
+        self._put_early(self.rows)
         begin_s = self.now_s() + HEAD_START_S
         seats = [seat for seat in self.seats.values() if seat.start is not None and not seat.over]
         for place, seat in enumerate(seats):
@@ -172,6 +175,11 @@ class MasterSession:
         self.begun_s = begin_s - self._base_s
         if self.length_s > 0:
             self._greenlets.append(gevent.spawn_later(HEAD_START_S + self.length_s, self.stop, contract.BY_DURATION))
+
+    def _put_early(self, rows: RowsFile) -> None:
+        """Write what workers noted before the start line."""
+        while self._early:
+            rows.put(self._early.popleft())
 
     def _go(self, seat: Seat, place: int, workers: int, begin_s: float, *, first: int, step: int) -> None:
         seat.went = True
@@ -228,8 +236,10 @@ class MasterSession:
         if isinstance(said, LoadEnd):
             seat.end = msgspec.structs.replace(said, worker=seat.name)
         elif isinstance(said, LoadNote):
-            if self.rows is not None:
+            if self.active and self.rows is not None:
                 self.rows.put(said)
+            else:
+                self._early.append(said)
         elif isinstance(said, LoadStart):
             seat.start = said
             if self.active and not seat.went:
@@ -360,6 +370,7 @@ class MasterSession:
         for greenlet in self._greenlets:
             if greenlet is not gevent.getcurrent():
                 greenlet.kill(block=False)
+        self._put_early(rows)
         for seat in self.seats.values():
             lost = LoadEnd(self.now_s(), seat.rows, contract.BY_WORKER, worker=seat.name)
             end = seat.end if seat.end is not None and not seat.lost else lost

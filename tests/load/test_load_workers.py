@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -90,6 +90,7 @@ def test_rows_of_two_processes_come_together_in_one_file_and_none_twice(tmp_path
     assert by_worker(result.rows_path) == {"w0": 21, "w1": 20}
     load = read_load(result.rows_path)
     assert load.start is not None
+    assert result.rows_path.read_bytes().startswith(b'{"kind":"start"')
     assert (load.start.options["users"], sorted(load.start.options["workers"])) == (4, ["w0", "w1"])
     assert [(end.worker, end.rows, end.reason) for end in load.ends] == [("w0", 21, contract.BY_REQUESTS), ("w1", 20, contract.BY_REQUESTS)]
     assert all(end.cpu_s > 0 and end.clock_error_s is not None and abs(end.clock_offset_s or 0.0) < 0.05 for end in load.ends)
@@ -280,3 +281,22 @@ def test_an_open_loop_over_two_processes_sends_every_arrival_once(tmp_path: Path
     gaps = [after.intended_s - before.intended_s for before, after in pairwise(rows)]
     assert min(gaps) > 0.04, gaps
     assert max(gaps) < 0.06, gaps
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_late_presses_with_numbers_of_its_own(tmp_path: Path) -> None:
+    profile = str(profile_path("normal"))
+    words = ["-u", "4", "-r", "4", "-t", "60", "--kv-duration-s", "9", "--kv-output-tokens", "4", "-s", "3"]
+    path = tmp_path / "master" / "all.jsonl"
+    with ScriptedServer(itl_s=0.02) as server, by_hand(tmp_path, server, [profile], *words) as running:
+        wait_for(lambda: rows_in(path) > 3)
+        given = cast(list[str], running[0].args)
+        port = given[given.index("--master-bind-port") + 1]
+        running.append(_start(tmp_path / "late", profile, "--worker", "--master-host", "127.0.0.1", "--master-port", port))
+        assert running[0].wait(60) == 0, (tmp_path / "master" / "log").read_text()
+    load = _whole(tmp_path)
+    assert [end.worker for end in load.ends] == ["w0", "w1"]
+    numbers = {worker: [row.id for row in read_rows(path) if row.worker == worker] for worker in ("w0", "w1")}
+    assert len(numbers["w1"]) > 0
+    assert max(numbers["w0"]) < min(numbers["w1"])
+    assert any("came after the load had begun" in note.text for note in load.notes)
