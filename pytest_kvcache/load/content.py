@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,19 +48,23 @@ class Text:
     def __init__(self, pieces: Sequence[bytes], texts: Sequence[str], costs: Sequence[int]) -> None:
         self._pieces = tuple(pieces)
         self._texts = tuple(texts)
-        self._costs = tuple(costs)
-        self.tokens = sum(costs)
+        self._passed = (0, *itertools.accumulate(costs))
+        self.tokens = self._passed[-1]
 
     def cut(self, tokens: int, start: int) -> Cut:
         """Return the text from piece ``start`` on (round and round) that has at most ``tokens`` tokens, and one piece more would have more."""
-        costs, total = self._costs, len(self._costs)
-        at, spent = start % total, 0
-        chosen = []
-        while spent + costs[at] <= tokens:
-            spent += costs[at]
-            chosen.append(at)
-            at = at + 1 if at + 1 < total else 0
-        return Cut(tuple(self._pieces[one] for one in chosen), tuple(self._texts[one] for one in chosen), spent)
+        passed, total = self._passed, len(self._pieces)
+        begin = start % total
+        rounds, rest = divmod(tokens + passed[begin], self.tokens)
+        # passed[n] is what the first n pieces cost: the last n that still fits is found by bisection
+        end = bisect_right(passed, rest) - 1
+        if rounds == 0:
+            pieces, texts, spent = self._pieces[begin:end], self._texts[begin:end], passed[end] - passed[begin]
+        else:
+            pieces = self._pieces[begin:] + self._pieces * (rounds - 1) + self._pieces[:end]
+            texts = self._texts[begin:] + self._texts * (rounds - 1) + self._texts[:end]
+            spent = self.tokens * rounds - passed[begin] + passed[end]
+        return Cut(pieces, texts, spent)
 
     def __len__(self) -> int:
         return len(self._pieces)

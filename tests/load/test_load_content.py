@@ -41,6 +41,19 @@ def test_prompts_of_a_text_hold_exactly_the_tokens_planned(costs: list[int], tok
     assert prompt.json == source.make(tokens, 1, number, before=before).json
 
 
+@given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=12), tokens=st.integers(1, 200), start=st.integers(0, 30))
+def test_a_cut_goes_round_the_text_and_takes_all_that_fits(costs: list[int], tokens: int, start: int) -> None:
+    text = Text([b"%d" % at for at in range(len(costs))], list(map(str, range(len(costs)))), costs)
+    cut = text.cut(tokens, start)
+    expected, spent, at = [], 0, start % len(costs)
+    while spent + costs[at] <= tokens:
+        spent += costs[at]
+        expected.append(str(at))
+        at = (at + 1) % len(costs)
+    assert (cut.texts, cut.tokens) == (tuple(expected), spent)
+    assert b"".join(cut.pieces).decode() == "".join(expected)
+
+
 def test_two_prompts_of_one_text_differ_from_their_first_words_on() -> None:
     source = TextSource(VOCABULARY, "n", Text([b" a", b" b"], [" a", " b"], [1, 2]))
     heads = {source.make(100, 1, number).text.removeprefix(LEAD).split()[0:8].__str__() for number in range(500)}
