@@ -195,6 +195,8 @@ def test_every_command_of_the_readme_and_the_docs_exists(request: pytest.Fixture
     known |= {load_flag(name) for name, *_ in (*_SERVER, *_LOAD)} | {"--kv-help"}
     declared = [*profiles().values(), request.config.rootpath / "pytest_kvcache" / "load" / "replay.py"]
     known |= {load_flag(name) for path in declared for name in re.findall(r'ProfileOption\("(\w+)"', path.read_text())}
+    # the planner's own flags say what a KV cache is made of
+    known |= set(re.findall(r'"(--kv-[a-z-]+)"', (request.config.rootpath / "pytest_kvcache" / "planning.py").read_text()))
     engines_own = {"--kv-cache-dtype", "--kv-cache-memory-bytes", "--kv-type"}
     assert flags <= known | engines_own, flags - known
 
