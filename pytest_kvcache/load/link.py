@@ -18,7 +18,7 @@ from pytest_kvcache.load.clocks import Clock
 from pytest_kvcache.load.pieces import RowsSender
 
 CLOCK, ROWS, TAKEN, GO, HALT, WISH, FAILED = "kv_clock", "kv_rows", "kv_taken", "kv_go", "kv_halt", "kv_wish", "kv_failed"
-ASK_EVERY_S = 2.0
+ASK_EVERY_S = 0.5
 ASK_AT_FIRST_S = 0.1
 DRAIN_S = 15.0
 # A master that has taken nothing for so long is gone: a worker does not press a server on for nobody.
