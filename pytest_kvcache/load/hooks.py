@@ -153,8 +153,9 @@ def _user_error(exception: BaseException, **_: Any) -> None:
 
 
 def _cpu_warning(cpu_usage: float, **_: Any) -> None:
-    if state.session is not None:
-        state.session.note("cpu warning", "the load process used most of one CPU", {"percent": float(cpu_usage)})
+    session = _running()
+    if session is not None:
+        session.note("cpu warning", "the load process used most of one CPU", {"percent": float(cpu_usage)})
 
 
 class StagesShape(LoadTestShape):
