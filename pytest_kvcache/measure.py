@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_kvcache.analysis.holding import groups_of
 from pytest_kvcache.errors import CannotWrite, KvError
 from pytest_kvcache.load.runner import LoadResult, run_load
 from pytest_kvcache.machine import machine_facts, version_facts
@@ -34,6 +35,7 @@ __all__ = ["Planned", "Target", "Window", "effective_config", "longest_context",
 
 # Drain: the server may need a moment to free what the last requests held; gauges of some engines move only on a step (engines.md, trap 14).
 DRAIN_LIMIT_S = 10.0
+LEAK_WATCH_S = 2.5
 WARM_UP_REQUESTS = 2
 _LOG_KEPT_BYTES = 4 << 20
 
@@ -92,17 +94,20 @@ def _drain(target: Target, sampler: Sampler) -> float:
     """Wait until nothing runs or waits on two samples, at most DRAIN_LIMIT_S; return the seconds waited.
 
     Some engines publish their gauges only when a step runs (vLLM after mass aborts: engines.md, trap 14), so a tiny request is sent
-    once the server looks busy without cause.
+    once the server looks busy without cause. Where nothing runs and something is still held, it is watched for LEAK_WATCH_S: what is
+    given back late is no leak.
     """
     began = time.monotonic()
-    calm, nudged = 0, False
+    calm, nudged, idle_since = 0, False, 0.0
     while (waited := time.monotonic() - began) < DRAIN_LIMIT_S:
         rows = [sampler.latest_of(number) for number in range(len(target.endpoints))]
         # a row that tells no running requests (a failed read, an engine that does not say) is no sign of calm
         told = all(row is not None and "running" in row.values for row in rows)
         busy = any(row is not None and row.values.get("running", 0.0) + row.values.get("waiting", 0.0) > 0 for row in rows)
+        held = any(row is not None and (row.values.get("used_blocks", 0.0) or row.values.get("used_tokens", 0.0)) > 0 for row in rows)
         calm = calm + 1 if told and not busy else 0
-        if calm >= 2 or (not told and not busy and waited > 1.0):
+        idle_since = (idle_since or time.monotonic()) if calm else 0.0
+        if (calm >= 2 and (not held or time.monotonic() - idle_since >= LEAK_WATCH_S)) or (not told and not busy and waited > 1.0):
             break
         if busy and waited > 2.0 and not nudged:
             nudged = True
@@ -181,6 +186,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
         cache_state = _reset_cache(target)
     before, raw_before = _snapshots(target, settings.scrape_timeout_s)
     write_atomic(folder / "metrics-before.prom", raw_before)
+    kv_groups = groups_of(Path(settings.model_config), before[0]) if settings.model_config else []
     sampler = Sampler(target.endpoints, folder, window.sample_hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
     sampler.start()
     try:
@@ -209,6 +215,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
         profile=planned.name,
         window=window.number,
         planned_windows=window.of,
+        kv_groups=kv_groups,
         started_wall_s=started_wall_s,
         load_started_wall_s=pressed.began_wall_s,
         load_ended_wall_s=pressed.ended_wall_s,

@@ -240,7 +240,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``settings`` maps each option to ``{"value", "source"}``; ``config`` is the effective configuration read back from the
     server; ``workload`` is a hash over profile, seed and arrivals, equal on both sides of a comparison. ``launch_id`` is another for
-    each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have; ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
+    each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have;
+    ``kv_groups`` are the model's cache groups where its config.json was named (analysis/holding.py: Group); ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
     ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``).
     """
 
@@ -280,6 +281,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     notes: list[str] = []
     unmeasured: list[str] = []
     planned_windows: int = 0
+    kv_groups: list[dict[str, int]] = []
     launch_id: str = ""
     clock_step_s: float = 0.0
 

@@ -92,6 +92,12 @@ class Settings:
         group="load",
         metavar="NAME=V,V",
     )
+    model_config: str = _opt(
+        "",
+        "config.json of the served model, or its folder: says which layers have a window or a state, for the accounting",
+        group="load",
+        metavar="PATH",
+    )
     reset_cache: bool = _opt(False, "allow the engine's own call that empties its prefix cache before a window", group="load")
     # observation
     sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")

@@ -142,6 +142,9 @@ def account(
     wall_s = whole.t_s + window.since_s
     busy_end = float(rows.end_s.max()) if len(rows) else window.since_s
     left = leak(seen.wall_s, _used(seen.columns, seen.counts), seen.columns["running"], seen.columns["waiting"], busy_end, seen.counts)
+    dialect = DIALECTS.get(record.engine)
+    if dialect is not None and dialect.idle_cached_is_free is not True and not (isinstance(left.held, Reading) and not left.held.number()):
+        left = replace(left, held=Missing(f"{dialect.title} may count as used what it keeps for reuse, so what is held when idle is no leak"))
     missing = shape.reason if isinstance(shape, Missing) else ""
     if not missing and not seen.counts:
         missing = "the engine tells neither used blocks nor used tokens"

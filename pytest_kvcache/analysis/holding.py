@@ -7,11 +7,16 @@ layers gives back the blocks before its window, from the first decode step on; a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache.capacity.layout import Layout
+from pytest_kvcache.capacity.architecture import read_architecture
+from pytest_kvcache.capacity.layout import Engine, EngineShape, Layout
+from pytest_kvcache.capacity.pool import lay_out
 from pytest_kvcache.engines import DIALECTS
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.records import RunRecord, SnapshotRecord
 
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
 RESERVES_OUTPUT = "output"
 RESERVES_LONGEST = "longest"
+_GROUPING: Mapping[str, Engine] = {"vllm": "vllm", "nim": "vllm", "ray_vllm": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,28 @@ def footprint_of(layout: Layout, reserves: str = "") -> Footprint:
     return Footprint(layout.block_size, tuple(groups), reserves)
 
 
+def groups_of(config: Path, snapshot: SnapshotRecord) -> list[dict[str, int]]:
+    """Return the cache groups of the model whose config.json (or folder) is named, as the server of ``snapshot`` lays them out.
+
+    Raises UsageError or CannotJudge for a file that cannot be read, and for an engine whose grouping is not known.
+    """
+    if snapshot.engine not in _GROUPING:
+        raise UsageError(
+            f"how {snapshot.engine or 'this engine'} groups layers is not known: --kv-model-config says nothing there", hint="leave it out"
+        )
+    told = {name: int(value.number()) for name in ("block_size", "max_model_len") if isinstance(value := snapshot.value(name), Reading)}
+    caching = snapshot.value("prefix_caching")
+    shape = EngineShape(
+        _GROUPING[snapshot.engine],
+        block_size=told.get("block_size"),
+        max_model_len=told.get("max_model_len"),
+        prefix_caching=not isinstance(caching, Reading) or caching.value not in (False, 0.0, "False", "false"),
+        platform="gpu",
+    )
+    found = footprint_of(lay_out(read_architecture(config), shape))
+    return [{name: int(value) for name, value in asdict(group).items() if value is not None} for group in found.groups]
+
+
 def footprint(record: RunRecord, counts: str, layout: Layout | None = None) -> Footprint | Missing:
     """Return what a request takes of the pool of a Run's server; Missing, with the reason, where the record does not tell.
 
@@ -138,13 +166,19 @@ def footprint(record: RunRecord, counts: str, layout: Layout | None = None) -> F
         return Missing(f"a block of {block} tokens")
     if layout is not None:
         return footprint_of(layout, reserves)
+    if record.kv_groups:
+        return Footprint(block, tuple(_group(one) for one in record.kv_groups), reserves)
     planned, one = _planned_blocks(first), _plain_blocks(first, block)
     if planned and one and planned not in {one, one * max(len(first.per_rank), 1)}:
         return Missing(
             f"the engine plans {planned} blocks for one request at the longest length, and full attention in one group would take {one}:"
-            " the model has window or state layers, and which ones the Run does not say"
+            " the model has window or state layers, and which ones the Run does not say (--kv-model-config)"
         )
     return plain(block, reserves)
+
+
+def _group(one: Mapping[str, int]) -> Group:
+    return Group(max(one.get("size", 1), 1), one.get("count", 1), one.get("window"), bool(one.get("chunked")), one.get("fixed"))
 
 
 def _planned_blocks(snapshot: SnapshotRecord) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PAIRS_AT_ONCE = 400_000
 MOST_PAIRS = 40_000_000
 _LEAST_STEP_S = 0.005
+_STEPS_BETWEEN = 6
 
 OFF, SURE, UNSURE = "off", "sure", "unsure"
 """Whether live requests share the blocks of a common prefix: they cannot; the hit counter accounts for it; it is on and unproven."""
@@ -236,9 +237,10 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     # a window gives back with the first decode step: until the second token is there everything may be held
     whole_prompt = (_received(ours, row, low_s - step) < 2) | before | gone
     high = np.where(possible, np.where(whole_prompt, shape.blocks(most, sliding=False), shape.blocks(most)), 0.0)
-    if shape.slides:  # between two steps a window may give a block back or not yet
-        low = np.where(certain, np.minimum(low, shape.blocks(most)), 0.0)
-        high = np.where(possible, np.maximum(high, shape.blocks(fewest)), 0.0)
+    if shape.slides:  # between two steps a window may give a block back or not yet: what is held goes up and down on the way
+        way = [shape.blocks(np.minimum(fewest + more, most)) for more in range(_STEPS_BETWEEN)]
+        low = np.where(certain, np.min(way, axis=0), 0.0)
+        high = np.where(possible, np.maximum(high, np.max(way, axis=0)), 0.0)
 
     slots = shape.filled(tokens)
     of_prompt = np.where(tokens > 0, slots * np.minimum(prompt / np.maximum(tokens, 1.0), 1.0), 0.0)

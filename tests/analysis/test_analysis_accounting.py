@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 from made_run import BLOCK, T0, USABLE, MadeRun, closed_loop, refused, request, sample, snapshot
 
 from pytest_kvcache.analysis.accounting import PARTS, Accounting
-from pytest_kvcache.analysis.holding import Footprint, Group, footprint, plain
+from pytest_kvcache.analysis.holding import Footprint, Group, footprint, footprint_of, groups_of, plain
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.layout import EngineShape
-from pytest_kvcache.capacity.pool import lay_out
+from pytest_kvcache.capacity.pool import blocks_for, lay_out
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.records import RequestRow, TelemetryRow
 
@@ -210,20 +212,59 @@ def test_window_groups_shrink_as_measured() -> None:
     assert {k: used(490, k) for k in seen} == seen
 
 
-def test_a_models_layout_gives_the_same_blocks_as_the_plan(tmp_path: Path) -> None:
-    from pytest_kvcache.analysis.holding import footprint_of
-    from pytest_kvcache.capacity.pool import blocks_for
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000, "sliding_window": 512, "max_position_embeddings": 4096,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+}  # fmt: skip
 
-    config = {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000, "sliding_window": 512, "max_position_embeddings": 4096,
-        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
-    }  # fmt: skip
-    layout = lay_out(read_architecture(config), EngineShape(block_size=32, max_model_len=4096))
+
+def test_a_models_layout_gives_the_same_blocks_as_the_plan() -> None:
+    layout = lay_out(read_architecture(GEMMA3), EngineShape(block_size=32, max_model_len=4096))
     shape = footprint_of(layout)
     assert shape.slides
     for tokens in (1, 31, 32, 33, 511, 512, 513, 600, 1100, 4000):
         assert shape.blocks(np.array([float(tokens)]))[0] == blocks_for(layout, tokens, live=True)
+
+
+def test_a_window_model_is_accounted_for_where_its_config_was_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    before = snapshot(T0 - 0.5, usable=599, block_size=32, max_model_len=2048, max_concurrency=600 / 200)
+    groups = groups_of(tmp_path / "config.json", before)
+    rows = [request(0, 0.0, prompt=1100, output=60, ttft_s=0.3, length_s=6.2)]
+    shape = Footprint(32, (Group(32), Group(32, count=5, window=512)))
+    samples = []
+    for i in range(70):
+        k = int((i / 10 - 0.3) / 0.1) + 1 if 3 <= i < 62 else 0
+        used = float(shape.blocks(np.array([1100.0 + k - 1]), sliding=k > 1)[0]) if k else 0.0
+        samples.append(sample([], T0 + i / 10, used_blocks=used, free_blocks=599 - used, usage=used / 599, running=float(k > 0)))
+    values: dict[str, Any] = {"rows": rows, "samples": samples, "before": [before], "after": []}
+    known = analyse(MadeRun(**values, record={"kv_groups": groups}).write(tmp_path / "1-normal"))
+    assert not taken(known).missing
+    whole = taken(known).whole
+    wrong = np.flatnonzero(~whole.agrees)
+    assert not len(wrong), [(whole.t_s[i], whole.used[i], whole.low[i], whole.high[i]) for i in wrong]
+    assert number(known, "used_blocks.peak") == 210, "nothing is given back before the first decode step"
+    total = np.sum([taken(known).whole.parts[part] for part in PARTS], axis=0)
+    np.testing.assert_allclose(total, taken(known).whole.slots, atol=1e-6)
+    unknown = analyse(MadeRun(**values).write(tmp_path / "2-normal"))
+    assert "--kv-model-config" in taken(unknown).missing
+
+
+def test_groups_of_an_engine_that_we_do_not_know_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    with pytest.raises(UsageError, match="llamacpp"):
+        groups_of(tmp_path, msgspec.structs.replace(snapshot(T0), engine="llamacpp"))
+
+
+def test_an_engine_that_counts_idle_cache_as_used_has_no_leak(tmp_path: Path) -> None:
+    rows = closed_loop(users=2, seconds=2.0)
+    samples = [sample(rows, T0 + i / 10) for i in range(21)]
+    samples += [sample(rows, T0 + 2.1 + i / 10, used_blocks=12.0, running=0.0) for i in range(40)]
+    before = msgspec.structs.replace(snapshot(T0 - 0.5), engine="lmdeploy")
+    value = made(tmp_path, rows, samples=samples, before=[before], after=[], record={"engine": "lmdeploy"}).values["leak.blocks"]
+    assert isinstance(value, Missing)
+    assert "reuse" in value.reason
 
 
 def test_a_model_with_unknown_groups_is_not_guessed(tmp_path: Path) -> None:
