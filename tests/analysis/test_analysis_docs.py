@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pytest_kvcache.conditions import KNOWN
+from pytest_kvcache.quantities import KNOWN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accounting.md").read_text(encoding="utf-8")
 
