@@ -35,6 +35,7 @@ _PROMPTS = ("input_length", "prompt_tokens", "input_tokens", "contexttokens", "r
 _OUTPUTS = ("output_length", "output_tokens", "completion_tokens", "generatedtokens", "response tokens", "output_len")
 _BLOCKS = (512, 16, 32, 64, 128, 256, 1024, 2048)
 _LINE_LIMIT = 4 * 2**20
+_PAST = 10_000
 
 
 class Recorded(NamedTuple):
@@ -94,43 +95,67 @@ def read_trace(
     """
     if not speed > 0:
         raise UsageError("the speed of a trace must be above 0", hint="2 replays it twice as fast")
+    seen = [0]
     try:
         form = _format_of(path) if form == "auto" else form
         rows, notes = _sharegpt(path, count) if form == SHAREGPT else (_rows(path, form), [])
-        requests = list(itertools.islice(rows, MOST_REQUESTS + 1))
+        milli = unit == "ms" or (unit == "auto" and form == MOONCAKE)
+        inside = _inside(rows, 0.001 if milli else 1.0, from_s, from_s + for_s if for_s else math.inf, seen)
+        requests = list(itertools.islice(inside, MOST_REQUESTS + 1))
     except OSError as error:
         raise UsageError(f"the trace cannot be read: {error.strerror or error}", where=str(path)) from None
+    if not seen[0]:
+        raise UsageError("the trace holds no request", where=str(path), hint=f"known formats: {', '.join(FORMATS)}")
+    if not requests:
+        what = f"no request of the trace lies in the window from {from_s:g} s on"
+        raise UsageError(what, where=str(path), hint="it counts from its first request")
     if len(requests) > MOST_REQUESTS:
         del requests[MOST_REQUESTS:]
-        notes.append(f"the trace is longer than {MOST_REQUESTS:,} requests: the rest is left out")
+        notes.append(f"more than {MOST_REQUESTS:,} requests: the rest of the trace is left out")
+    elif for_s or from_s:
+        notes.append(f"{len(requests):,} of the first {seen[0]:,} requests of the trace lie in the window")
     empty = sum(one.output < 1 or one.prompt < 1 for one in requests)
     if empty:
         notes.append(f"{empty:,} of {len(requests):,} requests of the trace have no prompt or no answer (failures) and are left out")
         requests = [one for one in requests if one.output >= 1 and one.prompt >= 1]
     if not requests:
-        raise UsageError("the trace holds no request", where=str(path), hint=f"known formats: {', '.join(FORMATS)}")
+        raise UsageError("the trace holds no request with a prompt and an answer", where=str(path))
     if form in (MOONCAKE, TIMED, PLAIN):
         block = block or _block_of(requests)
         if any(one.hash_ids for one in requests) and not block:
-            raise UsageError(
-                "how many tokens a hash id stands for cannot be told from the trace", where=str(path), hint="give it with --kv-trace-block"
-            )
-    milli = unit == "ms" or (unit == "auto" and form == MOONCAKE)
-    scale = (0.001 if milli else 1.0) / speed
-    if all(one.at_s is not None for one in requests):
-        requests.sort(key=lambda one: one.at_s or 0.0)
-        first = requests[0].at_s or 0.0
-        since, until = from_s / speed, (from_s + for_s) / speed if for_s else math.inf
-        moved = [one._replace(at_s=((one.at_s or 0.0) - first) * scale) for one in requests]
-        requests = [one._replace(at_s=(one.at_s or 0.0) - since) for one in moved if since <= (one.at_s or 0.0) < until]
-        if not requests:
-            raise UsageError(
-                f"no request of the trace lies in the window from {from_s:g} s on", where=str(path), hint="it counts from its first request"
-            )
-        if len(requests) < len(moved):
-            notes.append(f"{len(requests):,} of {len(moved):,} requests of the trace lie in the window")
-        return Trace(form, _with_prefixes(requests), block, for_s / speed if for_s else requests[-1].at_s or 0.0, notes)
-    return Trace(form, _with_prefixes([one._replace(at_s=None) for one in requests]), block, 0.0, notes)
+            what = "how many tokens a hash id stands for cannot be told from the trace"
+            raise UsageError(what, where=str(path), hint="give it with --kv-trace-block")
+    if requests[0].at_s is None:
+        return Trace(form, _with_prefixes(requests), block, 0.0, notes)
+    requests = sorted((one._replace(at_s=(one.at_s or 0.0) / speed) for one in requests), key=lambda one: one.at_s or 0.0)
+    return Trace(form, _with_prefixes(requests), block, for_s / speed if for_s else requests[-1].at_s or 0.0, notes)
+
+
+def _inside(rows: Iterator[Recorded], unit_s: float, since_s: float, until_s: float, seen: list[int]) -> Iterator[Recorded]:
+    """Yield the requests of a window with times from its begin; ``seen`` counts all that were looked at. Public traces run for weeks.
+
+    The times count from the earliest of the first thousand requests, and reading stops when thousands in a row are past the window:
+    a trace is in order, but for requests that came together.
+    """
+    head = list(itertools.islice(rows, 1000))
+    timed = bool(head) and all(one.at_s is not None for one in head)
+    origin = min((one.at_s or 0.0 for one in head), default=0.0)
+    past = 0
+    for one in itertools.chain(head, rows):
+        seen[0] += 1
+        if not timed:
+            yield one._replace(at_s=None)
+            continue
+        if one.at_s is None:
+            raise UsageError(f"request {seen[0]} of the trace has no time, and those before it have one")
+        at_s = max(0.0, (one.at_s - origin) * unit_s)
+        if at_s >= until_s:
+            past += 1
+            if past > _PAST:
+                return
+        elif at_s >= since_s:
+            past = 0
+            yield one._replace(at_s=at_s - since_s)
 
 
 def _with_prefixes(requests: list[Recorded]) -> list[Recorded]:

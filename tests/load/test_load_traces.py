@@ -67,11 +67,24 @@ def test_a_window_and_a_speed_choose_and_squeeze() -> None:
     part = read_trace(DATA / "plain.jsonl", from_s=0.1, for_s=0.25)
     assert [one.at_s for one in part.requests] == pytest.approx([0.0, 0.05, 0.2])
     assert part.span_s == 0.25
-    assert part.notes == ["3 of 5 requests of the trace lie in the window"]
+    assert part.notes == ["3 of the first 5 requests of the trace lie in the window"]
     assert span_of({"trace": DATA / "plain.jsonl", "trace_speed": "4"}) == pytest.approx(0.1)
     assert span_of({"trace": DATA / "sharegpt.json"}) == 0.0
     with pytest.raises(UsageError, match="no request of the trace lies in the window"):
         read_trace(DATA / "plain.jsonl", from_s=99)
+
+
+def test_a_window_late_in_a_long_trace_is_found_without_reading_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MOST_REQUESTS", 100)
+    lines = (f"{number / 10},m,50,5,55,log" for number in range(60_000))
+    path = tmp_path / "long.csv"
+    path.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n" + "\n".join(lines))
+    trace = read_trace(path, from_s=2000, for_s=5)
+    assert [one.at_s for one in trace.requests] == pytest.approx([number / 10 for number in range(50)])
+    assert trace.notes[0].startswith("50 of the first 30,0")
+    cut = read_trace(path)
+    assert len(cut.requests) == 100
+    assert "more than 100 requests" in cut.notes[0]
 
 
 def test_conversations_keep_their_turns_and_their_lengths_by_a_counter() -> None:
