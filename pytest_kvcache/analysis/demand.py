@@ -111,7 +111,7 @@ def demand(
                 f"{per_server} users with the longest request at once: {largest * per_server:,.0f} of {usable:,.0f}",
             )
             if users
-            else Missing("the load names no number of users")
+            else Missing("the load names no number of users and no most in flight")
         )
     else:
         values["demand.peak"] = values["demand.planned"] = no_pool
@@ -144,8 +144,15 @@ def _headroom(free: Value, largest: float, lane: str) -> Value:
 
 
 def _users(record: RunRecord, frame: Frame) -> int:
-    told = [record.options.get("users"), *(start.options.get("users") for start in frame.starts)]
-    return next((int(number) for number in told if isinstance(number, int | float) and not isinstance(number, bool) and number > 0), 0)
+    """Return how many requests the load was to have at once: its users, or the cap of an open loop; 0 where it names neither."""
+    said = [record.options, *(start.options for start in frame.starts)]
+
+    def first(name: str) -> int:
+        told = (options.get(name) for options in said)
+        return next((int(number) for number in told if isinstance(number, int | float) and not isinstance(number, bool) and number > 0), 0)
+
+    open_loop = any(options.get("rate") for options in said)
+    return first("max_in_flight" if open_loop else "users")
 
 
 def _gave_way(

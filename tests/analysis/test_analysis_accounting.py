@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,22 @@ def test_too_many_requests_for_every_sample_thin_the_samples_and_say_so(tmp_path
     assert any("every" in note for note in found.notes)
     assert len(found.whole.t_s) < len(analysis.timeline.t_s)
     assert np.nanmax(found.whole.used) == number(analysis, "used_blocks.peak"), "the highest sample is kept"
+
+
+def test_a_level_that_climbs_with_one_long_answer_is_no_leak(tmp_path: Path) -> None:
+    """Field case D01: usage climbs 0.1 point in ten seconds from one request: 118 tokens a second into a pool of 1.18 million."""
+    usable, rate = 73_750, 118
+    rows = [request(0, 0.0, prompt=75_000, output=rate * 40, ttft_s=0.01, length_s=40.0)]
+    samples = []
+    for i in range(1, 400):
+        held = math.ceil((75_000 + rate * i / 10) / BLOCK)
+        samples.append(sample([], T0 + i / 10, used_blocks=float(held), free_blocks=float(usable - held), usage=held / usable, running=1.0))
+    samples += [sample([], T0 + 40.05 + i / 10, used_blocks=0.0, free_blocks=float(usable), usage=0.0, running=0.0) for i in range(25)]
+    before = snapshot(T0 - 0.5, usable=usable, max_model_len=131_072)
+    analysis = made(tmp_path, rows, samples=samples, before=[before], after=[])
+    used = taken(analysis).whole.used
+    assert (used[370] - used[70]) / usable == pytest.approx(0.003, abs=2e-4), "0.1 point in ten seconds"
+    assert number(analysis, "accounting.agreement") == 1.0
+    assert number(analysis, "waste.unexplained") == 0
+    assert number(analysis, "leak.blocks") == 0
+    assert number(analysis, "level.generated") == pytest.approx(rate * 40, rel=0.05)

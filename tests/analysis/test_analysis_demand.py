@@ -68,9 +68,10 @@ def test_the_users_of_the_load_itself_count_where_none_were_asked_for(tmp_path: 
     run = MadeRun(rows=closed_loop(users=2)).write(tmp_path / "1-normal")
     lines = (run.folder / "requests.jsonl").read_bytes().splitlines()
     start = msgspec.json.decode(lines[0], type=LoadStart)
-    lines[0] = msgspec.json.encode(msgspec.structs.replace(start, options={"users": 12}))
-    (run.folder / "requests.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    assert number(analyse(run), "demand.planned") == pytest.approx(12 * 10 / USABLE)
+    for options, planned in (({"users": 12}, 12), ({"users": 12, "rate": 5.0, "max_in_flight": 30}, 30)):
+        lines[0] = msgspec.json.encode(msgspec.structs.replace(start, options=options))
+        (run.folder / "requests.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+        assert number(analyse(run), "demand.planned") == pytest.approx(planned * 10 / USABLE)
     assert isinstance(analyse(MadeRun(rows=closed_loop()).write(tmp_path / "2-normal")).values["demand.planned"], Missing)
 
 
@@ -104,3 +105,14 @@ def test_an_unknown_pool_is_missing(tmp_path: Path) -> None:
     analysis = analyse(MadeRun(before=[before]).write(tmp_path / "1-normal"))
     assert isinstance(analysis.values["demand.peak"], Missing)
     assert demand_of(analysis).lanes[0].fits is None
+
+
+def test_a_fixed_slice_for_every_request_bounds_how_many_fit(tmp_path: Path) -> None:
+    """Field case D07: tokens over pool say 148 short requests, and every request pins a quarter of the pool: three fit, four never."""
+    groups = [{"size": 16, "count": 1}, {"size": 16, "count": 1, "fixed": 32}]
+    rows = [request(i, 0.01 * i, prompt=20, output=10, length_s=2.0) for i in range(4)]
+    analysis = analyse(MadeRun(rows=rows, record={"kv_groups": groups}).write(tmp_path / "1-normal"))
+    (lane,) = demand_of(analysis).lanes
+    assert lane.needs == 2 + 32
+    assert lane.fits == 3
+    assert number(analysis, "demand.peak") == pytest.approx(4 * 34 / USABLE)
