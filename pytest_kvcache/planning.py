@@ -167,4 +167,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
         print(plan_text(made))
     if made.agreement is not None and made.agreement.verdict == "different":
         return 1
+    if made.agreement is not None and made.agreement.verdict == "untold" and made.verdict != "FAIL":
+        return 3
     return {"FAIL": 1, "INCONCLUSIVE": 3}.get(made.verdict, 0)

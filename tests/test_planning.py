@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,38 @@ def test_what_the_user_assumes_is_carried_by_the_output(tmp_path: Path, capsys: 
     found = body(capsys, str(path), "--assume", "num_hidden_layers=32")
     assert found["growth_bytes_per_token"] == 131072
     assert any("num_hidden_layers" in line for line in found["assumptions"])
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+
+
+def test_the_commands_of_the_page_run_and_print_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    lanes, inputs = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "lanes.toml").write_text(lanes)
+    (tmp_path / "release.toml").write_text(inputs)
+    log = Path(__file__).parent / "data" / "startup" / "vllm-0.32.0-startup.log"
+    (tmp_path / "server.log").write_text(log.read_text())
+    block = next(text for text in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL) if "pytest-kvcache plan" in text)
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    assert len(commands) == 4
+    printed = []
+    for words in commands:
+        assert words[:2] == ["pytest-kvcache", "plan"]
+        code = cli.main(words[1:])
+        out = capsys.readouterr()
+        assert code in (0, 1), out.err
+        printed.append(out.out)
+    shown = next(text for text in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL) if text.startswith("growth"))
+    for line in filter(None, shown.splitlines()):
+        assert line in printed[0].replace("\n  ", "\n"), line
+
+
+def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(code, "docs/plan.md", "exec"), {})

@@ -18,7 +18,7 @@ from pytest_kvcache.capacity.sizing import Answer, Question, answer
 from pytest_kvcache.capacity.told import GIB, Span, Told
 from pytest_kvcache.errors import KvError
 
-EQUAL, EXPLAINED, DIFFERENT = "equal", "explained", "different"
+EQUAL, EXPLAINED, DIFFERENT, UNTOLD = "equal", "explained", "different", "untold"
 _MOST_PAIRS = 2000
 Change = tuple[str, Callable[[Question], Question]]
 
@@ -38,7 +38,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Agreement:
-    """All figures that could be compared. ``explanations`` name each difference; ``verdict`` is ``different`` where one has no name.
+    """All figures that could be compared. ``explanations`` name each difference; ``verdict`` is ``different`` where one has no name,
+    ``untold`` where there was nothing to compare.
 
     ``reproduced`` is the question whose answer is the engine's own; None where nothing is.
     """
@@ -77,7 +78,7 @@ def check(question: Question, said: Told) -> Agreement:
                 f"the engine's {said.tokens.middle:,.0f} tokens are its concurrency x max length, and no memory or block count is told beside them:"
                 " they say nothing that could be held to a plan; give the line with the memory, or a scrape"
             )
-        return Agreement((), tuple(explanations) or ("the engine tells nothing that a plan could be held to",), DIFFERENT)
+        return Agreement((), tuple(explanations) or ("the engine tells nothing that a plan could be held to",), UNTOLD)
     wrong = [row for row in base if row.verdict == DIFFERENT]
     reproduced: Question | None = question
     if wrong:

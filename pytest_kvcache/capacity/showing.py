@@ -287,7 +287,7 @@ def plan_text(plan: Plan) -> str:
     parts += ["", f"{plan.verdict or 'no verdict'}: {plan.reason}"]
     parts += _listed("differences and what moves the figures", _explanations(plan), "- ")
     parts += _listed("assumptions", plan.assumptions, "- ") + _listed("notes", plan.notes, "- ")
-    return "\n".join(parts)
+    return _printable("\n".join(parts))
 
 
 def _title(plan: Plan) -> str:
@@ -360,7 +360,12 @@ def plan_markdown(plan: Plan) -> str:
     parts += _listed("Assumptions", tuple(_cell(line) for line in plan.assumptions), "- ") + _listed(
         "Notes", tuple(_cell(line) for line in plan.notes), "- "
     )
-    return "\n".join(parts)
+    return _printable("\n".join(parts))
+
+
+def _printable(text: str) -> str:
+    """Return a text without control characters: names come from files and servers."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
 def _cell(text: str) -> str:

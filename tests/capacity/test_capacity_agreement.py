@@ -258,3 +258,34 @@ def test_a_text_that_tells_nothing_cannot_be_held_to(tmp_path: Path, capsys: pyt
     (tmp_path / "x.log").write_text("hello\n")
     assert cli.main(["plan", str(tmp_path), "--check", str(tmp_path / "x.log")]) == 3
     assert "cannot judge" in capsys.readouterr().err
+
+
+def test_a_concurrency_in_the_clothes_of_tokens_says_nothing_of_its_own(check: Check) -> None:
+    # home-ops pull 13322, vllm issue 54662: 505,563 tokens are 7.71 x 65,536, whatever the memory was
+    for tokens, length, concurrency in (("505,563", "65,536", "7.71"), ("369,384", "131,072", "2.82"), ("1,553,140", "1,000,000", "1.55")):
+        found = check("qwen3-next-80b-a3b.json", v1("", tokens, length, concurrency), code=1 if length == "1,000,000" else 3)
+        assert found["agreement"]["verdict"] == "untold"
+        assert "say nothing that could be held to a plan" in said(found)
+
+
+def test_hybrid_and_plain_growth_are_kept_apart(check: Check) -> None:
+    # vllm issue 43308: equal memory, and up to eleven times the tokens
+    found = check("gemma-4-31b.json", v1("46.57", "525,000", "262,144", "2.00"), code=1)
+    assert found["growth_bytes_per_token"] == 81920
+    assert (found["growth_bytes_per_token"] + found["sliding_bytes_per_token"]) / found["growth_bytes_per_token"] == 11
+
+
+def test_a_ring_of_a_window_is_no_longer_than_the_longest_request(check: Check) -> None:
+    # tt-xla issue 5860: a window of 1,024 with max length 128 must not charge 1,024
+    found = check("gemma-3-27b.json", v1("51.00", "60,768", "128", "474.75"), "--block-size", "16", "--max-num-batched-tokens", "8192", code=1)
+    assert found["bytes_per_sequence"] == 128 * (81920 + 425984)
+    assert found["blocks_per_request"] <= 7 * (128 // 16 + 1)
+
+
+def test_a_name_with_escape_sequences_reaches_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_31_8B, "model_type": "llama\x1b[31m\x07evil"}))
+    for words in ((), ("--markdown",)):
+        cli.main(["plan", str(tmp_path), *words])
+        out = capsys.readouterr()
+        assert "\x1b" not in out.out + out.err
+        assert "\x07" not in out.out + out.err
