@@ -50,8 +50,9 @@ class Servers:
             raise UsageError("the same endpoint was given twice", where=", ".join(e.shown for e in endpoints), hint="name each replica once")
         target = self._target(endpoints, side)
         if all(urlsplit(endpoint.root).hostname in _LOOPBACK for endpoint in endpoints):
-            cards = read_gpus()  # which of them the server uses is not known from here
-            target = target if isinstance(cards, Missing) else dataclasses.replace(target, gpus=Cards(cards, self.settings, named=False).facts)
+            cards = read_gpus()
+            if not isinstance(cards, Missing) and len(cards) == 1:  # of several it is not known from here which the server uses
+                target = dataclasses.replace(target, gpus=Cards(cards, self.settings, named=False).facts)
         return target
 
     def open(self, text: str, side: str, stack: ExitStack, log: Path) -> Target:
