@@ -11,9 +11,21 @@ from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import MemoryRow
 from pytest_kvcache.server.address import Endpoint
 
+# They listen for a server, or start one, that runs in a container or on another machine: their memory is not its memory.
+BETWEEN = frozenset(
+    {
+        "docker", "docker-proxy", "podman", "nerdctl", "kubectl", "ssh", "sshd", "autossh", "socat", "nginx", "haproxy", "envoy", "traefik", "caddy",
+        "conmon", "rootlesskit", "rootlessport", "slirp4netns", "pasta", "srun", "salloc", "gcloud", "aws", "az", "cloudflared", "tailscaled",
+    }
+)  # fmt: skip
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "env", "timeout", "nice", "sudo", "tini", "dumb-init"})
+
 
 class ProcessReader:
-    """Reads the process tree of one server: the one that we launched, or the one that listens on a loopback address of this machine."""
+    """Reads the process tree of one server: the one that we launched, or the one that listens on a loopback address of this machine.
+
+    Where a container engine, a tunnel or a proxy stands between, the server's own processes are not known.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._root = endpoint.pid or _listener_of(endpoint)
@@ -33,6 +45,7 @@ class ProcessReader:
         machine = psutil.virtual_memory()
         held: dict[str, int] = {}
         cpu_s = 0.0
+        names: set[str] = set()
         try:
             root = psutil.Process(self._root)
             tree = [root, *root.children(recursive=True)]
@@ -40,9 +53,12 @@ class ProcessReader:
             return Missing(f"process {self._root} of the server cannot be read: {error}")
         for process in tree:
             with contextlib.suppress(psutil.Error, OSError):
+                names.add(process.name())
                 held[str(process.pid)] = _resident(process.pid) or int(process.memory_info().rss)
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
+        if (between := names & BETWEEN) and not names - BETWEEN - _SHELLS:
+            return Missing(f"{', '.join(sorted(between))} stands between: the server's own processes are in a container or on another machine")
         if not held:
             return Missing(f"the memory of process {self._root} cannot be read")
         return MemoryRow(int(machine.total), int(machine.available), self._limit, held, cpu_s)

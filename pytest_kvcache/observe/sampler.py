@@ -101,6 +101,7 @@ class Sampler:
         self._file: _RowFile | None = None
         self._gpu_rows: list[GpuRow] | None = None
         self._memory_rows: dict[int, MemoryRow] = {}
+        self._processes: dict[int, ProcessReader] = {}
         self._latest: TelemetryRow | None = None
         self._wall_base = 0.0
         self._began = 0.0
@@ -142,11 +143,13 @@ class Sampler:
         except BaseException:
             self._close()
             raise
+        if self._memory_wanted:  # looking through the connections of a busy machine takes a while, and must not hold up a look
+            self._processes = {n: reader for n, (endpoint, _) in enumerate(self._pairs) if (reader := ProcessReader(endpoint)).known}
         self._wall_base, self._began = time.time(), time.monotonic()
         targets = [threading.Thread(target=self._sample, args=(n,), name=f"kv-sampler-{n}", daemon=True) for n in range(len(self._lanes))]
         if self._gpus_wanted:
             targets.append(threading.Thread(target=self._watch_gpus, name="kv-sampler-gpus", daemon=True))
-        if self._memory_wanted:
+        if self._processes:
             targets.append(threading.Thread(target=self._watch_memory, name="kv-sampler-memory", daemon=True))
         self._threads = targets
         for thread in targets:
@@ -263,7 +266,7 @@ class Sampler:
     def _watch_memory(self) -> None:
         """Read the servers' processes beside the endpoints, as long as any of them can be read."""
         period = 1.0 / min(_MEMORY_HZ, self.hz)
-        readers = {number: reader for number, (endpoint, _) in enumerate(self._pairs) if (reader := ProcessReader(endpoint)).known}
+        readers = dict(self._processes)
         while readers and not self._ended.is_set():
             for number, reader in list(readers.items()):
                 row = reader.read()

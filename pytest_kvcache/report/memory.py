@@ -78,6 +78,8 @@ def _ledger(one: CardLedger, side: str) -> Ledger:
         shown.rows.append(_row(part, colour, f"{share * 100:.1f} %"))
         if part.name == "rest":
             shown.rows += [_row(detail, "", "", "of which: ") for detail in one.details]
+    if not one.parts:  # a log that does not say how large the card is
+        shown.rows += [_row(part, "", "") for part in (one.pool, one.weights, *one.details) if isinstance(part.value, Reading)]
     unknown = [part for part in (one.pool, one.weights, one.server, one.others) if isinstance(part.value, Missing)]
     shown.rows += [_row(part, "", "") for part in unknown]
     if isinstance(one.budget, Reading) and total:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -50,6 +51,23 @@ def test_a_loopback_port_names_its_process_and_another_machine_does_not() -> Non
     elsewhere = ProcessReader(Endpoint("http://gpu-node.example:8000")).read()
     assert isinstance(elsewhere, Missing)
     assert "not known" in elsewhere.reason
+
+
+def test_a_container_engine_or_tunnel_is_not_taken_for_the_server(tmp_path: Path) -> None:
+    tunnel = tmp_path / "kubectl"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", tunnel)
+    child = subprocess.Popen(["sh", "-c", f"{tunnel} 30; true"])
+    try:
+        deadline = time.monotonic() + 5
+        while len(psutil.Process(child.pid).children()) < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        row = ProcessReader(Endpoint("http://127.0.0.1:1", pid=child.pid)).read()
+        assert isinstance(row, Missing)
+        assert "kubectl stands between" in row.reason
+    finally:
+        for process in psutil.Process(child.pid).children():
+            process.kill()
+        child.wait(10)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
