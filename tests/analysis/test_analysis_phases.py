@@ -107,3 +107,12 @@ def test_one_sample_tells_no_phase(tmp_path: Path) -> None:
     rows = closed_loop(users=1, seconds=1.0)
     analysis = analyse(MadeRun(rows=rows, samples=[sample(rows, T0)]).write(tmp_path / "1-normal"))
     assert isinstance(analysis.values["phase.prefill"], Missing)
+
+
+def test_one_prompt_beside_four_answers_is_decoding(tmp_path: Path) -> None:
+    rows = [request(i, 0.0, output=100, ttft_s=0.05, length_s=5.0) for i in range(4)]
+    rows += [request(10 + i, 0.2 + 0.6 * i, output=2, ttft_s=0.5, length_s=0.55) for i in range(8)]
+    samples = [sample(rows, T0 + i / 10, running=5.0) for i in range(1, 50)]
+    analysis = analyse(MadeRun(rows=rows, samples=samples).write(tmp_path / "1-normal"))
+    assert share(analysis, "phase.prefill") == 0
+    assert share(analysis, "phase.decode") + share(analysis, "phase.drain") > 0.95
