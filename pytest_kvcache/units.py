@@ -22,7 +22,10 @@ def _parse(text: str, scale: dict[str, float] | dict[str, int], kind: str, examp
     if match is None or unit not in scale:
         known = ", ".join(name for name in scale if name)
         raise UsageError(f"cannot read {text[:80]!r} as {kind}", hint=f"a number with one of {known}, such as {example}")
-    return float(match.group(1).replace(",", "").replace("_", "")) * scale[unit]
+    value = float(match.group(1).replace(",", "").replace("_", "")) * scale[unit]
+    if not math.isfinite(value):
+        raise UsageError(f"{text[:80]!r} is too large for {kind}", hint=f"a number such as {example}")
+    return value
 
 
 def parse_bytes(text: str) -> int:

@@ -32,6 +32,12 @@ def test_any_text_is_read_or_refused_with_a_hint(text: str) -> None:
             assert error.hint
 
 
+@pytest.mark.parametrize("text", ["1e999GiB", "9" * 400, "80XB", "GiB", "-1GiB", "nan", "1 GiB GiB"])
+def test_a_size_that_is_none_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError):
+        units.parse_bytes(text)
+
+
 def test_values_show_their_unit() -> None:
     assert units.show(0.905, "ratio") == "90.5 %"
     assert units.show(3 * 2**29, "bytes") == "1.50 GiB"

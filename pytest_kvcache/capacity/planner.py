@@ -15,7 +15,7 @@ from pytest_kvcache.capacity.card import DEFAULT_UTILIZATION, Card, Weights, fin
 from pytest_kvcache.capacity.documents import Input, read_checklist, read_traffic
 from pytest_kvcache.capacity.formats import parse_format
 from pytest_kvcache.capacity.growth import resolve_dtypes
-from pytest_kvcache.capacity.layers import Architecture
+from pytest_kvcache.capacity.layers import Architecture, Layer
 from pytest_kvcache.capacity.layout import EngineShape
 from pytest_kvcache.capacity.levers import Lever, Sharing, levers
 from pytest_kvcache.capacity.sizing import Answer, Question, answer
@@ -42,6 +42,31 @@ class Plan:
     agreement: Agreement | None = None
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def growth_bytes_per_token(self) -> int:
+        """Bytes that each further token of a long sequence takes on one GPU."""
+        return self.answer.growth.growth_bytes_per_token
+
+    @property
+    def starts(self) -> bool:
+        """Whether the engine would start, as far as it is known."""
+        return self.answer.starts
+
+    @property
+    def pool_blocks(self) -> int | None:
+        """Blocks of one engine's pool, as it prints them; None where no memory was stated."""
+        return self.answer.pool.pool_blocks if self.answer.pool is not None else None
+
+    @property
+    def max_concurrency(self) -> float | None:
+        """Requests of max_model_len at once, as the engine prints it; None where no memory was stated."""
+        return self.answer.pool.max_concurrency if self.answer.pool is not None else None
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The model's layers."""
+        return self.answer.question.architecture.layers
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -72,7 +97,7 @@ def size(value: Size | None) -> int | None:
 
 
 def plan(
-    source: Path | str | Mapping[str, Any],
+    source: Path | str | Mapping[str, Any] | Architecture,
     *,
     engine: str = "vllm",
     dtype: str = "auto",
@@ -112,7 +137,7 @@ def plan(
 ) -> Plan:
     """Return what fits.
 
-    ``source`` is a ``config.json``, a model folder, a GGUF file, or a configuration as a mapping. ``kv_memory`` is the pool of one worker; or
+    ``source`` is a ``config.json``, a model folder, a GGUF file, a configuration as a mapping, or an ``Architecture``. ``kv_memory`` is the pool of one worker; or
     ``gpu_memory`` with ``utilization``, ``weights`` (of the whole model; found beside the configuration where they lie there, or ``parameters``),
     ``activation``, ``graphs``, ``other`` per card give it. Sizes are bytes, or text with a unit. ``length`` and ``concurrency`` are one shape of
     traffic; ``traffic`` states lanes, a file of them or a Run. ``more`` are further fields of ``EngineShape``.
@@ -124,7 +149,7 @@ def plan(
     _counts(tp=tp, pp=pp, dp=dp, dcp=dcp, num_gpu_blocks_override=num_gpu_blocks_override)
     if engine not in ENGINES:
         raise UsageError(f"no engine {str(engine)[:40]!r} is planned for", hint=f"one of {', '.join(ENGINES)}")
-    architecture = read_architecture(source, assume=assume)
+    architecture = source if isinstance(source, Architecture) else read_architecture(source, assume=assume)
     assumptions: list[str] = []
     chosen = _platform(platform, engine, gpu_memory, block_size, assumptions)
     if max_model_len is None and architecture.context is None and (length is not None or (kv_memory is None and gpu_memory is None)):

@@ -149,6 +149,25 @@ def test_a_whole_card_is_added_up_from_its_log(check: Check) -> None:
     assert "no name" not in said(bare)
 
 
+def test_a_pool_that_was_sized_before_the_graphs_is_over_its_budget(check: Check) -> None:
+    # unsloth issue 3542: 16.10 GiB in use, 2.28 GiB of graphs on top
+    log = (
+        "INFO 10-31 01:01:01 [gpu_worker.py:1] Free memory on device (22.52/23.51 GiB) on startup. Desired GPU memory utilization is (0.8641841836125489,"
+        " 20.32 GiB). Actual usage is 3.61 GiB for weight, 0.59 GiB for peak activation, 0.02 GiB for non-torch memory, and 2.28 GiB for CUDAGraph memory."
+        " Replace gpu_memory_utilization config with `--kv-cache-memory=14689787392` to fit into requested memory, or `--kv-cache-memory=17052182528` to"
+        " fully utilize gpu memory. Current kv cache memory in use is 17292353024 bytes.\n"
+    )
+    card = ("--gpu-memory", "23.51GiB", "--utilization", "0.8641841836125489", "--weights", "3.61GiB", "--block-size", "16")
+    found = check(LLAMA_31_8B, log, *card, "--max-model-len", "8192", code=3)
+    assert "sized before the graphs took 2.28 GiB" in said(found)
+    assert "the profile run names activation 0.59 GiB, other 0.02 GiB" in said(found)
+    assert "no name" not in said(found)
+    with_graphs = check(
+        LLAMA_31_8B, log, *card, "--max-model-len", "8192", "--activation", "0.59GiB", "--other", "0.02GiB", "--graphs", "2.28GiB", code=3
+    )
+    assert with_graphs["ledger"]["kv_bytes"] / GIB == pytest.approx(13.82, abs=0.01)
+
+
 def test_a_build_that_charges_cross_attention_like_self_attention_is_named(check: Check) -> None:
     # vllm pull 12126
     log = (
