@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="TOKENS", help="longest prompt and output [default: the model's; -1: fitted by vLLM]")
     add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="tokens of one step; window layers are charged for them")
     add("--max-num-seqs", type=int, metavar="N", help="seats: most requests at once")
-    add("--tp", type=int, default=1, metavar="N", help="tensor parallelism [default: 1]")
-    add("--pp", type=int, default=1, metavar="N", help="pipeline parallelism [default: 1]")
-    add("--dp", type=int, default=1, metavar="N", help="data parallelism: engines with a pool each [default: 1]")
-    add("--dcp", type=int, default=1, metavar="N", help="decode context parallelism [default: 1]")
+    add("--tp", type=int, metavar="N", help="tensor parallelism [default: 1]")
+    add("--pp", type=int, metavar="N", help="pipeline parallelism [default: 1]")
+    add("--dp", type=int, metavar="N", help="data parallelism: engines with a pool each [default: 1]")
+    add("--dcp", type=int, metavar="N", help="decode context parallelism [default: 1]")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="an artificial pool")
     add("--no-prefix-caching", action="store_true", help="prefix caching is off")
     add("--no-hybrid", action="store_true", help="vLLM's hybrid KV cache manager is off")
@@ -101,11 +101,10 @@ def _stated(arguments: argparse.Namespace) -> dict[str, object]:
     names = (
         "engine", "dtype", "kv_dtype", "block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override",
         "gpu_memory", "utilization", "weights", "parameters", "activation", "graphs", "other", "gpu_free", "kv_memory", "concurrency", "length",
-        "traffic", "checklist",
+        "traffic", "checklist", "tp", "pp", "dp", "dcp",
     )  # fmt: skip
     stated: dict[str, object] = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    stated |= {"tp": arguments.tp, "pp": arguments.pp, "dp": arguments.dp, "dcp": arguments.dcp, "platform": arguments.platform}
-    stated |= {"risk": arguments.risk, "seed": arguments.seed, "with_levers": arguments.levers}
+    stated |= {"platform": arguments.platform, "risk": arguments.risk, "seed": arguments.seed, "with_levers": arguments.levers}
     stated |= {"shared_prefix": arguments.shared_prefix, "hit_share": arguments.hit_share, "assume": _pairs(arguments.assume, "--assume")}
     if arguments.no_prefix_caching:
         stated["prefix_caching"] = False

@@ -341,6 +341,8 @@ def _changes(question: Question, said: Told) -> Iterator[Change]:
                 f"window charge: {tokens:,} tokens in flight",
                 with_shape(max_num_batched_tokens=tokens, async_scheduling=False, platform=shape.platform),
             )
+    if shape.engine == "vllm" and shape.platform == "gpu":
+        yield "platform: vLLM's CPU build", with_shape(platform="cpu", async_scheduling=None)
     cross = architecture.of_kind("cross")
     if cross:
         whole = tuple(replace(layer, kind="full") if layer in cross else layer for layer in architecture.layers)

@@ -88,6 +88,8 @@ def told(found: Inspection, log: str = "") -> Told:
         settings["prefix_caching"] = bool(caching.value)
     if seats:
         settings["max_num_seqs"] = seats
+    if engines > 1 and ENGINE_OF.get(found.engine) == "vllm":
+        settings["dp"] = engines
     needed = estimate = None
     kv_bytes = None if override else _bytes(q.get("pool_bytes"), max(workers, engines if found.engine == "sglang" else 1))
     tokens = _span(q.get("pool_tokens"), engines)

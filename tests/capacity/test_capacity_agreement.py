@@ -266,6 +266,15 @@ def test_an_override_is_an_artificial_pool_and_its_memory_is_not_its_size(check:
     assert found["pool_blocks"] == 65
 
 
+def test_engines_behind_one_front_end_are_counted_one_by_one(check: Check) -> None:
+    scrape = (Path(__file__).parents[1] / "data" / "exposition" / "vllm" / "0.32.0-dp2.prom").read_text()
+    found = check(LLAMA_31_8B, scrape, "--max-model-len", "8192", "--concurrency", "16", "--length", "8192")
+    assert found["dp"] == 2
+    assert found["agreement"]["verdict"] == "equal"
+    assert (found["pool_blocks"], found["max_concurrency"]) == (4097, 4097 / 512)
+    assert found["requests"] == 16
+
+
 def test_what_nothing_explains_is_a_finding(check: Check) -> None:
     found = check(LLAMA_31_8B, v1("16.00", "99,984", "8,192", "12.20"), "--block-size", "16", code=1)
     assert found["agreement"]["verdict"] == "different"
