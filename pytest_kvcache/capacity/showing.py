@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from pytest_kvcache.capacity.verdicts import Checked
 
 Rows = list[tuple[str, str]]
+_AGREED = {
+    "equal": "",
+    "explained": ": every difference has a name",
+    "different": ": a difference has no name, which is a finding",
+    "untold": ": it tells nothing to compare",
+}
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
@@ -285,6 +291,8 @@ def plan_text(plan: Plan) -> str:
     for heads, rows in tables(plan):
         parts += ["", tabulate(rows, headers=heads, disable_numparse=True)]
     parts += ["", f"{plan.verdict or 'no verdict'}: {plan.reason}"]
+    if plan.agreement is not None:
+        parts.append(f"against the engine: {plan.agreement.verdict}{_AGREED[plan.agreement.verdict]}")
     parts += _listed("differences and what moves the figures", _explanations(plan), "- ")
     parts += _listed("assumptions", plan.assumptions, "- ") + _listed("notes", plan.notes, "- ")
     return _printable("\n".join(parts))
@@ -356,6 +364,8 @@ def plan_markdown(plan: Plan) -> str:
     parts += [table(("", "value"), [*facts(plan), *traffic_facts(plan)]), "", "```", *(f"{name}: {text}" for name, text in equations(plan)), "```"]
     for heads, rows in tables(plan):
         parts += ["", table(heads, rows)]
+    if plan.agreement is not None:
+        parts += ["", f"Against the engine: **{plan.agreement.verdict}**{_AGREED[plan.agreement.verdict]}"]
     parts += _listed("Differences and what moves the figures", tuple(_cell(line) for line in _explanations(plan)), "- ")
     parts += _listed("Assumptions", tuple(_cell(line) for line in plan.assumptions), "- ") + _listed(
         "Notes", tuple(_cell(line) for line in plan.notes), "- "

@@ -281,6 +281,14 @@ def test_what_nothing_explains_is_a_finding(check: Check) -> None:
     assert "times ours" in said(found)
 
 
+@pytest.mark.parametrize("form", ["", "--markdown"])
+def test_a_finding_is_said_beside_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    (tmp_path / "server.log").write_text(v1("16.00", "99,984", "8,192", "12.20"))
+    assert cli.main(["plan", str(tmp_path), "--check", str(tmp_path / "server.log"), "--block-size", "16", *([form] if form else [])]) == 1
+    assert "a difference has no name" in capsys.readouterr().out
+
+
 def test_a_text_that_tells_nothing_cannot_be_held_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
     (tmp_path / "x.log").write_text("hello\n")
