@@ -141,6 +141,8 @@ def _windows(
         text += f": {amount_text} {direction} ({_SURE}), and {allowed} may be"
     if found.verdict == INCONCLUSIVE:
         text += f"; {_more(found, len(left), len(right))}"
+    # polled after the change, a peak is at least what was seen: only what was missed before it could excuse it
+    polled = quantity.startswith(("usage", "free")) and not any(problem.rule in MISSED for analysis in before for problem in analysis.problems)
     usage = f"before: {beside(_fullest(before))}; after: {beside(_fullest(after))}" if quantity.startswith("usage") else ""
     return gate(
         name,
@@ -159,6 +161,7 @@ def _windows(
         method=method + (", of logarithms" if relative else ""),
         beside=usage,
         side="after",
+        fails_despite=MISSED if polled else (),
     )
 
 

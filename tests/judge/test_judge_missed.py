@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_run import T0, MadeRun, closed_loop, refused, sample, snapshot
 
-from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.judge import gates
+from pytest_kvcache.judge.compare import compare
 from pytest_kvcache.judge.gates import FAIL, INVALID
 
 THIN = {"a few samples": MadeRun(samples=[sample(closed_loop(), T0 + 0.4, preemptions=0.0)]), "rows cut off": MadeRun(no_end=True)}
@@ -39,3 +41,22 @@ def test_a_refusal_that_others_may_have_caused_is_no_evidence(tmp_path: Path) ->
         rows=[*closed_loop(), refused(99, 1.0, "queue_full")], before=[snapshot(T0 - 1, finished=0)], after=[snapshot(T0 + 5, finished=90)]
     )
     assert gates.no_rejections([analyse(made.write(tmp_path / "1-normal"))]).verdict == INVALID
+
+
+def test_a_pool_that_was_seen_full_fails_a_change_though_samples_are_missing_after_it(tmp_path: Path) -> None:
+    rows = closed_loop(users=2)
+    full = [sample(rows, T0 + 0.1 + i / 10, usage=1.0, free_blocks=0.0) for i in range(6)]
+
+    def side(name: str, **fields: Any) -> list[Analysis]:
+        made = [MadeRun(rows=rows, record={"window": n, "workload": f"w{n}"}, **fields) for n in range(3)]
+        return [analyse(run.write(tmp_path / "runs" / f"{name}{n}-normal")) for n, run in enumerate(made)]
+
+    def verdicts(before: list[Analysis], after: list[Analysis]) -> dict[str, str]:
+        return {gate.name: gate.verdict for gate in compare(before, after).gates}
+
+    whole, thin = side("a"), side("b", samples=full)
+    assert thin[0].problems
+    found = verdicts(whole, thin)
+    assert (found["usage_not_worse"], found["free_not_worse"], found["ttft_not_worse"]) == (FAIL, FAIL, INVALID)
+    assert verdicts(thin, whole)["usage_not_worse"] == INVALID, "what was missed before may have been as full"
+    assert verdicts(side("c", samples=full[:1]), thin)["usage_not_worse"] == INVALID
