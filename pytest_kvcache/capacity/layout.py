@@ -87,7 +87,7 @@ class Layout:
     ``in_flight_tokens`` is what window groups are charged for on top of their window. ``refusal`` says why the engine would not start, whatever the
     memory ("" it would). ``assumptions`` and ``notes`` are sentences for the reader. ``fixed_bytes`` are recurrent states that lie outside the blocks
     (SGLang: of one request; llama.cpp: of all slots). ``slots`` and ``unified`` are llama.cpp's. ``encoder_tokens`` is
-    what vLLM charges cross-attention groups for: the batched tokens, or the tokens of one input where they are more.
+    what vLLM charges cross-attention groups for: the batched tokens, whatever an input has.
     """
 
     engine: Engine

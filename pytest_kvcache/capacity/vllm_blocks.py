@@ -74,6 +74,8 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
     except NotImplementedError as error:
         groups, refusal = (), refusal or str(error)
     stage_bytes = [max((group.stage_bytes[stage] for group in groups), default=0) for stage in range(shape.pp)]
+    if groups and not all(stage_bytes) and not refusal:
+        refusal = f"pipeline stage {stage_bytes.index(0) + 1} of {shape.pp} has no layer that keeps a cache of its own"
     attention = [group.block_size for group in groups if group.kind in ("full", "mla")]
     return Layout(
         engine="vllm",
@@ -83,7 +85,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
         block_size=min(attention or [group.block_size for group in groups] or [block_size]),
         max_model_len=length,
         in_flight_tokens=batched * shape.batches_in_flight,
-        encoder_tokens=max(batched, shape.encoder_tokens),
+        encoder_tokens=batched,
         null_blocks=1,
         refusal=refusal,
         assumptions=tuple(assumptions),

@@ -151,6 +151,7 @@ def test_types_that_no_engine_has_are_refused() -> None:
         (replace(_full(4), layers=(Layer("state", state=State("gdn", 64, 3, 64, heads=6)), Layer("full", 4, 64, 64))), {"tp": 4}, "recurrent state"),
         (_full(4, context=4096), {"max_model_len": 8192}, "greater than the derived max_model_len"),
         (GEMMA, {"dcp": 2, "platform": "gpu"}, "window layers"),
+        (replace(_full(2), layers=(Layer("full", 4, 64, 64), Layer("shared"))), {"pp": 2}, "pipeline stage 2 of 2"),
         (_full(4), {"block_size": 16}, "No common block size"),
         (_full(4), {"tp": 2, "numa_nodes": 1}, "NUMA"),
         (_full(4), {"cpu_space": "0.5"}, "whole number of GiB"),
