@@ -29,14 +29,14 @@ from pytest_kvcache.settings import Settings
 TOKENS = 8
 
 
-def watch_memory(ended: threading.Event, most: dict[str, float]) -> None:
+def watch_memory(ended: threading.Event, most: dict[int, float], masters: set[int]) -> None:
     """Note the most memory of each Locust process below this one, in MiB, until ``ended``."""
     while not ended.wait(0.5):
         for child in psutil.Process().children(recursive=True):
             try:
                 if "locust" in " ".join(child.cmdline()):
-                    name = f"{'worker' if child.children() == [] else 'master'} {child.pid}"
-                    most[name] = max(most.get(name, 0.0), child.memory_info().rss / 2**20)
+                    masters |= {child.pid} if child.children() else set()
+                    most[child.pid] = max(most.get(child.pid, 0.0), child.memory_info().rss / 2**20)
             except psutil.Error:
                 continue
 
@@ -57,9 +57,10 @@ def main() -> None:
     arguments = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    most: dict[str, float] = {}
+    most: dict[int, float] = {}
+    masters: set[int] = set()
     ended = threading.Event()
-    threading.Thread(target=watch_memory, args=(ended, most), daemon=True).start()
+    threading.Thread(target=watch_memory, args=(ended, most, masters), daemon=True).start()
     with mock(0.05, 1.0, TOKENS) as url, tempfile.TemporaryDirectory() as folder:
         options = {"stop_timeout_s": 15, "median": 64, "sigma": 0.3, "ramp_s": arguments.seconds / 3}
         began_s = time.monotonic()
@@ -90,7 +91,9 @@ def main() -> None:
         print(f"problem: {problem}")
     ends = [[end.worker or "-", end.rows, f"{end.cpu_s:.1f}", f"{end.lag_p99_s * 1e3:.0f}", f"{end.lag_max_s * 1e3:.0f}"] for end in load.ends]
     print(tabulate(ends, headers=["worker", "requests", "CPU s", "loop lag p99 ms", "max ms"]))
-    print(tabulate([[name, f"{size:.0f}"] for name, size in sorted(most.items())], headers=["process", "most MiB"]))
+    print(
+        tabulate([["master" if pid in masters else "worker", f"{size:.0f}"] for pid, size in sorted(most.items())], headers=["process", "most MiB"])
+    )
 
 
 if __name__ == "__main__":
