@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -61,6 +62,12 @@ def mock(ttft_s: float, itl_s: float, tokens: int = TOKENS) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+
+
+def children_s() -> float:
+    """Return the CPU seconds of all processes below this one that have ended: imports and preparation included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def kept(url: str) -> float:
@@ -111,21 +118,28 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs in each setting")
     parser.add_argument("--vllm", default=os.environ.get("BENCHMARK_VLLM_PYTHON", ""), help="a Python that has vLLM: its bench runs as well")
     arguments = parser.parse_args()
-    table = []
+    table, whole = [], []
     for name, ttft_s, itl_s, users, ramp_s, budget in SETTINGS:
         runs = []
         with mock(ttft_s, itl_s) as url:
             for _ in range(arguments.pairs):
+                began_s = children_s()
                 cpu, first, lag = ours(url, users, arguments.seconds, ramp_s)
+                mine_s = children_s() - began_s
                 other = plain(url, users, arguments.seconds, ramp_s)
                 prompts = int(users * arguments.seconds / max(ttft_s + TOKENS * itl_s, 0.06))
+                began_s = children_s()
                 theirs = vllm_bench(arguments.vllm, url, users, prompts) if arguments.vllm else (float("nan"), float("nan"))
+                whole.append((name, mine_s, children_s() - began_s))
                 runs.append((cpu, cpu / other, first, lag, other, *theirs, theirs[0] / cpu))
         cpu, ratio, first, lag, other, bench, bench_first, bench_ratio = (statistics.median(column) for column in zip(*runs, strict=True))
         off = [f"{value * 1e3:+.1f}" if ttft_s else "-" for value in (first, bench_first)]
         table.append([name, f"{cpu:.1f}", budget, f"{other:.1f}", f"{ratio:.2f}", f"{bench:.1f}", f"{bench_ratio:.1f}", *off, f"{lag * 1e3:.1f}"])
     headers = ["64-token streams", "CPU s per 1M", "budget", "plain loop", "ours / plain", "vllm bench", "bench / ours"]
     print(tabulate(table, headers=[*headers, "TTFT off, ms", "bench off, ms", "loop lag p99, ms"]))
+    if arguments.vllm:
+        print("\nCPU seconds of whole processes, with imports and the making of prompts, a run each:\n")
+        print(tabulate([[name, f"{a:.1f}", f"{b:.1f}"] for name, a, b in whole], headers=["", "ours", "vllm bench"]))
 
 
 if __name__ == "__main__":
