@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache import __version__, gating, options, planning
+from pytest_kvcache import __version__, diagnosis, gating, options, planning
 from pytest_kvcache.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("model", "header", "api_key_env", "metrics_api_key_env", "ca", "proxy", "scrape_timeout_s"),
     )
     planning.add_arguments(plan)
+    help = "say whether a percentage is real: three reconciliations and findings of a Run, of a server in passing, or of a past window"
+    diagnosis.add_arguments(add("diagnose", diagnosis.run_diagnose, help, diagnosis.OPTIONS))
     report = add("report", _report, "make report.html and summary.md of a session folder again")
     report.add_argument("folder", metavar="FOLDER")
     engine = add("engine", _engine, "install, list or remove the engines that this package can run itself")

@@ -74,7 +74,7 @@ def _print(found: Inspection, machine: bool) -> int:
 
 
 def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
-    at = _time(arguments.at)
+    at = time_of(arguments.at)
     with Prometheus(
         arguments.prometheus,
         arguments.selector,
@@ -103,7 +103,7 @@ def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _time(text: str) -> float | None:
+def time_of(text: str) -> float | None:
     """Return Unix seconds of ``--at``; None where it is not given. Raises UsageError."""
     if not text:
         return None

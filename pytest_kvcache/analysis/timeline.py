@@ -21,6 +21,7 @@ from pytest_kvcache.analysis.prefixes import Prefixes, prefixes
 from pytest_kvcache.analysis.requests import rejections, request_values
 from pytest_kvcache.analysis.rows import Rows, read_rows
 from pytest_kvcache.analysis.series import Card, Series, read_series
+from pytest_kvcache.analysis.signals import Seen, signals
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
 from pytest_kvcache.analysis.stalls import Pause, longest_pauses, put_back
 from pytest_kvcache.analysis.waste import Lengths, lengths_of_rows, waste_values
@@ -180,6 +181,7 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     )
     for part in (taken, spans, asked_for, shared):
         values.update(part.values)
+    values.update(signals(Seen(record, values, series, rows, window, seen, shape, ledgers, shared)))
     for lane, headroom in lanes_of(asked_for, rows.lanes).items():
         lanes[lane]["headroom"] = headroom
     values["payload.peak"] = bounded_by_pool(values["payload.peak"], values, seen.counts, taken.sharing)

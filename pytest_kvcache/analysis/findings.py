@@ -1,0 +1,322 @@
+"""Findings: rules as data over the named quantities of one Run, in the grammar of conditions.py; nothing in a rule is run as code.
+
+A rule says under which condition it speaks, how grave that is, the sentence with its numbers, what to measure, what to do and what not to
+do, and why. The rules of this package lie in ``rules/*.toml``; a user's own file has the same form.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvcache import units
+from pytest_kvcache.conditions import INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Group, Limit, Lookup, evaluate, parse
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.quantities import KNOWN, QUANTITIES, Missing, Reading, Value
+
+if TYPE_CHECKING:
+    from pytest_kvcache.analysis.timeline import Analysis
+
+SEVERITIES = ("critical", "warning", "notice")
+"""From the gravest on."""
+MOST_SHOWN = 5
+FILES = ("memory", "payload", "pressure", "evidence")
+_TEXTS = ("id", "title", "when", "severity", "say", "symptom", "cause", "avoid", "reason")
+_LISTS = ("do", "measure", "spare")
+_NEEDED = ("id", "when", "say")
+_PLACE = re.compile(r"\{([^{}]*)\}")
+_LARGEST_BYTES = 1 << 20
+_MOST_RULES = 500
+_LONGEST_TEXT = 2000
+# Without a request log these are computed from nothing: what a server holds is then not ours, which says nothing about it.
+_OF_REQUESTS = re.compile(r"(?:fill|waste|level|accounting|length|live_length|payload|demand|endpoint|mean_length)\.|prefix\.(?!on|saved|hit_rate)")
+NO_LOG = Missing("there is no request log beside these metrics: measure with pytest-kvcache load, or name a Run")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule."""
+
+    id: str
+    when: Condition
+    say: str
+    title: str = ""
+    severity: str = "warning"
+    weight: float = 50.0
+    symptom: str = ""
+    cause: str = ""
+    measure: tuple[str, ...] = ()
+    do: tuple[str, ...] = ()
+    avoid: str = ""
+    reason: str = ""
+    spare: tuple[str, ...] = ()
+    where: str = ""
+
+    @property
+    def limits(self) -> list[Limit]:
+        """The single comparisons of the condition."""
+        return list(_limits(self.when))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number that a finding rests on: the quantity, its value as text (or why it is missing), and where it was read."""
+
+    name: str
+    title: str
+    shown: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule says of one Run. ``text`` holds the numbers, ``why`` the condition with what was measured, ``run`` the Run's folder."""
+
+    id: str
+    title: str
+    severity: str
+    weight: float
+    text: str
+    do: tuple[str, ...]
+    avoid: str
+    reason: str
+    cause: str
+    evidence: tuple[Evidence, ...]
+    why: str
+    run: str = ""
+    profile: str = ""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A rule that could not be looked at, and why."""
+
+    id: str
+    title: str
+    why: str
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """``found`` from the gravest on; ``unseen`` are rules whose quantities are missing. Show at most ``MOST_SHOWN`` of ``found``."""
+
+    found: tuple[Finding, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
+
+    @property
+    def shown(self) -> tuple[Finding, ...]:
+        """The gravest, at most ``MOST_SHOWN``."""
+        return self.found[:MOST_SHOWN]
+
+
+def _limits(condition: Condition) -> Iterator[Limit]:
+    if isinstance(condition, Limit):
+        yield condition
+        return
+    for part in condition.parts:
+        yield from _limits(part)
+
+
+@cache
+def shipped_rules() -> tuple[Rule, ...]:
+    """Return the rules of this package, in the order of their files."""
+    folder = Path(__file__).parent / "rules"
+    return tuple(rule for name in FILES for rule in read_rules(folder / f"{name}.toml"))
+
+
+def rules_with(*paths: str | Path) -> tuple[Rule, ...]:
+    """Return the shipped rules with those of users' files; one of the same id replaces ours. Raises UsageError."""
+    found = {rule.id: rule for rule in shipped_rules()}
+    for path in paths:
+        found.update({rule.id: rule for rule in read_rules(Path(path))})
+    return tuple(found.values())
+
+
+def read_rules(path: Path) -> tuple[Rule, ...]:
+    """Return the rules of a TOML file. Raises UsageError: the file, the rule, and what is known where a name or a unit is not."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"the rules cannot be read: {error.strerror or error}", where=str(path)) from None
+    if len(data) > _LARGEST_BYTES:
+        raise UsageError("a file of rules has at most 1 MiB", where=str(path))
+    try:
+        raw = tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the rules are no TOML: {str(error)[:200]}", where=str(path)) from None
+    tables = raw.get("rule")
+    if set(raw) - {"rule"} or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UsageError("a file of rules holds [[rule]] tables and nothing else", where=str(path), hint="docs/diagnose.md has an example")
+    if len(tables) > _MOST_RULES:
+        raise UsageError(f"{len(tables)} rules are too many", where=str(path), hint=f"at most {_MOST_RULES}")
+    rules = [_rule(table, f"{path}, rule {number}") for number, table in enumerate(tables, start=1)]
+    seen: set[str] = set()
+    for rule in rules:
+        if rule.id in seen:
+            raise UsageError(f"two rules are called {rule.id!r}", where=str(path), hint="give each an id of its own")
+        seen.add(rule.id)
+    return tuple(rules)
+
+
+def _rule(table: Mapping[str, Any], where: str) -> Rule:
+    known = {*_TEXTS, *_LISTS, "weight"}
+    if strange := sorted(set(table) - known):
+        raise UsageError(f"a rule has no key {strange[0]!r}", where=where, hint="known: " + ", ".join(sorted(known)))
+    for name in _TEXTS:
+        if name in table and not (isinstance(table[name], str) and len(table[name]) <= _LONGEST_TEXT):
+            raise UsageError(f"{name} is no text of at most {_LONGEST_TEXT} characters", where=where)
+    if lacking := [name for name in _NEEDED if not table.get(name)]:
+        raise UsageError(f"a rule needs {lacking[0]!r}", where=where, hint=f"needed: {', '.join(_NEEDED)}")
+    where = f"{where} ({table['id']})"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", table["id"]):
+        raise UsageError(f"{table['id'][:80]!r} is no id of a rule", where=where, hint="letters, digits, dashes, at most 64")
+    lists: dict[str, tuple[str, ...]] = {}
+    for name in _LISTS:
+        value = table.get(name, [])
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list) or len(value) > 20 or not all(isinstance(one, str) and len(one) <= _LONGEST_TEXT for one in value):
+            raise UsageError(f"{name} is no list of texts", where=where)
+        lists[name] = tuple(value)
+    severity = table.get("severity", "warning")
+    if severity not in SEVERITIES:
+        raise UsageError(f"{severity[:80]!r} is no severity", where=where, hint="known: " + ", ".join(SEVERITIES))
+    weight = table.get("weight", 50)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 100:
+        raise UsageError("weight is a number from 0 to 100", where=where)
+    try:
+        when = parse(table["when"])
+    except UsageError as error:
+        raise UsageError(error.what, where=where, hint=error.hint) from None
+    places = [name.removeprefix("baseline:") for place in _PLACE.findall(table["say"]) for name in place.split("|")]
+    named = [*lists["measure"], *lists["spare"], *places]
+    for name in named:
+        if name not in KNOWN and name not in _TEXTUAL:
+            raise UsageError(f"unknown quantity {name[:80]!r}", where=where, hint="known: " + ", ".join(sorted({*KNOWN, *_TEXTUAL})))
+    texts: dict[str, str] = {name: table[name] for name in _TEXTS if name in table and name != "when"}
+    texts.setdefault("title", table["id"])
+    return Rule(when=when, weight=float(weight), where=where, measure=lists["measure"], do=lists["do"], spare=lists["spare"], **texts)
+
+
+_TEXTUAL = frozenset(name for name, quantity in QUANTITIES.items() if quantity.kind == "config" and not quantity.unit)
+
+
+def find(analysis: Analysis, rules: Sequence[Rule] | None = None, baseline: Analysis | None = None) -> Findings:
+    """Return what the rules (the shipped ones, where None) say of a Run; ``baseline`` is the Run that relative terms compare with."""
+    lookup = _lookup(analysis)
+    before = _lookup(baseline) if baseline is not None else None
+    found: list[Finding] = []
+    unseen: list[Unseen] = []
+    folder = analysis.run.folder
+    where = f"{folder.parent.name}/{folder.name}" if folder.parent.name == "runs" else folder.name
+    for rule in shipped_rules() if rules is None else rules:
+        verdict, text = _holds(rule, lookup, before)
+        if verdict == PASS:
+            found.append(_finding(rule, lookup, before, text, where, analysis.run.record.profile))
+        elif verdict == INCONCLUSIVE:
+            unseen.append(Unseen(rule.id, rule.title, _missing(rule, lookup, before), where))
+    found.sort(key=_order)
+    return Findings(tuple(found), tuple(unseen))
+
+
+def find_in(analyses: Sequence[Analysis], rules: Sequence[Rule] | None = None, baselines: Sequence[Analysis] = ()) -> Findings:
+    """Return what the rules say of several Runs: each rule speaks once, of the first Run that shows it.
+
+    A Run is compared with the first of ``baselines`` of its profile, or where there are none with the first Run given. A rule counts as
+    not looked at only where no Run could answer it.
+    """
+    found: dict[str, Finding] = {}
+    unseen: dict[str, Unseen] = {}
+    answered: set[str] = set()
+    chosen = shipped_rules() if rules is None else rules
+    for number, analysis in enumerate(analyses):
+        profile = analysis.run.record.profile
+        alike = [other for other in baselines if other.run.record.profile == profile]
+        against = alike[0] if alike else analyses[0] if number and not baselines else None
+        one = find(analysis, chosen, against)
+        for finding in one.found:
+            found.setdefault(finding.id, finding)
+        for rule in one.unseen:
+            unseen.setdefault(rule.id, rule)
+        answered |= {rule.id for rule in chosen} - {rule.id for rule in one.unseen}
+    left = [rule for name, rule in unseen.items() if name not in answered]
+    return Findings(tuple(sorted(found.values(), key=_order)), tuple(left))
+
+
+def _order(finding: Finding) -> tuple[int, float]:
+    return SEVERITIES.index(finding.severity), -finding.weight
+
+
+def _lookup(analysis: Analysis) -> Lookup:
+    sent = analysis.values.get("requests.sent")
+    watched = not isinstance(sent, Reading) or not sent.number()
+
+    def read(limit: Limit) -> Value:
+        if watched and _OF_REQUESTS.match(limit.name):
+            return NO_LOG
+        return analysis.value(limit)
+
+    return read
+
+
+def _holds(rule: Rule, lookup: Lookup, before: Lookup | None) -> tuple[str, str]:
+    """Return the verdict of a rule's condition. A term that the engine cannot have silences the rule, unless it is spared."""
+    outcome = evaluate(rule.when, lookup, before)
+    if outcome.verdict != PASS:
+        return outcome.verdict, outcome.text
+    parts = rule.when.parts if isinstance(rule.when, Group) and rule.when.word == "and" else (rule.when,)
+    for part in parts:
+        if evaluate(part, lookup, before).verdict == NOT_APPLICABLE and not {limit.name for limit in _limits(part)} <= set(rule.spare):
+            return NOT_APPLICABLE, outcome.text
+    return PASS, outcome.text
+
+
+def _missing(rule: Rule, lookup: Lookup, before: Lookup | None) -> str:
+    """Return which quantities of a rule are missing and why, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for limit in rule.limits:
+        outcome = evaluate(limit, lookup, before)
+        if outcome.verdict == INCONCLUSIVE:
+            name, _, reason = outcome.text.partition(": ")
+            names = reasons.setdefault(reason, [])
+            names += [name] if name not in names else []
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in list(reasons.items())[:3])
+
+
+def _finding(rule: Rule, lookup: Lookup, before: Lookup | None, why: str, run: str, profile: str) -> Finding:
+    def place(match: re.Match[str]) -> str:
+        return _show_first(
+            [(before if name.startswith("baseline:") else lookup, name.removeprefix("baseline:")) for name in match.group(1).split("|")]
+        )
+
+    names = dict.fromkeys([limit.name for limit in rule.limits] + list(rule.measure))
+    evidence = []
+    for name in names:
+        value = lookup(Limit(name, "==", 0.0))
+        source = value.source if isinstance(value, Reading) else value.reason
+        evidence.append(Evidence(name, _title(name), _show(value), source[:300]))
+    text = _PLACE.sub(place, rule.say)
+    return Finding(
+        rule.id, rule.title, rule.severity, rule.weight, text, rule.do, rule.avoid, rule.reason, rule.cause, tuple(evidence), why, run, profile
+    )
+
+
+def _title(name: str) -> str:
+    return KNOWN[name].title if name in KNOWN else QUANTITIES[name].title
+
+
+def _show_first(places: Sequence[tuple[Lookup | None, str]]) -> str:
+    """Return the first of several quantities that is there; else what is said of the first."""
+    values = [read(Limit(name, "==", 0.0)) if read is not None else Missing("no baseline was given") for read, name in places]
+    return _show(next((value for value in values if isinstance(value, Reading)), values[0]))
+
+
+def _show(value: Value) -> str:
+    return "an unknown number" if isinstance(value, Missing) else units.show(value.value, value.unit)
