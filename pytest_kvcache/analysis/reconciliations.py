@@ -86,8 +86,8 @@ def _payload(analysis: Analysis) -> Reconciliation:
         f"{_say(analysis, 'fill.mean')} of the slots held carried a token of ours ({_say(analysis, 'fill.at_peak')} at the highest level); "
         f"running requests had {_say(analysis, 'live_length.mean')} on average, {_say(analysis, 'live_length.max')} at most"
     ]
-    wastes = [(name, title, value) for name, title in _WASTES.items() if isinstance(value := analysis.values.get(name), Reading)]
-    told = [f"{title} {units.show(value.value, 'ratio')}" for _, title, value in wastes if abs(value.number()) >= 0.005]
+    wastes = [(title, share) for name, title in _WASTES.items() if isinstance(share := analysis.values.get(name), Reading)]
+    told = [f"{title} {units.show(share.value, 'ratio')}" for title, share in wastes if abs(share.number()) >= 0.005]
     if told:
         lines.append("of the slots held: " + ", ".join(told))
     lines.append(
@@ -118,9 +118,10 @@ def _peak(analysis: Analysis) -> Reconciliation:
         lines += demand.happened[:MOST_LINES]
     sent = analysis.values.get("requests.sent")
     if not isinstance(sent, Reading) or not sent.number():
-        lines.append(
-            f"at most {_say(analysis, 'waiting.peak')} waited; {_say(analysis, 'preemptions').replace('events', 'preemptions')} in the window"
-        )
+        happened = analysis.values["preemptions"]
+        never = isinstance(happened, Missing) and happened.cannot_happen
+        put_back = "this engine puts none back" if never else f"{_say(analysis, 'preemptions')} of preemption in the window"
+        lines.append(f"at most {_say(analysis, 'waiting.peak')} waited, {put_back}")
         return Reconciliation(
             NAMES[2], tuple(lines), "how long the longest requests are and how many come at once: a request log or a plan would tell it"
         )
