@@ -61,7 +61,7 @@ def test_a_running_vllm_has_the_blocks_of_its_plan(vllm: Endpoint, capsys: pytes
     assert code == 0, out.out[-1500:] + out.err
     found = json.loads(out.out)
     assert found["agreement"]["verdict"] == "equal", found["agreement"]
-    assert {row["name"] for row in found["agreement"]["rows"]} == {"pool blocks", "blocks per request", "max concurrency", "pool tokens"}
+    assert {row["name"] for row in found["agreement"]["rows"]} == {"blocks per request", "max concurrency", "pool tokens"}
     assert (found["pool_blocks"], found["blocks_per_request"], found["max_concurrency"]) == (100, 32, 3.125)
     explained = " ".join(found["agreement"]["explanations"])
     for words in ("num_gpu_blocks_override", "null block", "no multiple of the block of 32"):
