@@ -87,9 +87,10 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write docs/options.md, docs/engines.md and docs/schemas again."""
+    """Write docs/options.md, docs/engines.md, docs/troubleshooting.md and docs/schemas again."""
     session.install("-e", ".")
     session.run("python", "-m", "pytest_kvcache.options", "docs/options.md")
     session.run("python", "-m", "pytest_kvcache.engines._table", "docs/engines.md")
+    session.run("python", "-m", "pytest_kvcache.report.troubleshooting", "docs/troubleshooting.md")
     for name in ("verdict", "run", "telemetry", "requests", "quality", "snapshot"):
         Path("docs/schemas", f"{name}.json").write_text(str(session.run("pytest-kvcache", "schema", name, silent=True)))

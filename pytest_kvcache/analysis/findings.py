@@ -30,6 +30,7 @@ _TEXTS = ("id", "title", "when", "severity", "say", "symptom", "cause", "avoid",
 _LISTS = ("do", "measure", "spare")
 _NEEDED = ("id", "when", "say")
 _PLACE = re.compile(r"\{([^{}]*)\}")
+_OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 _LARGEST_BYTES = 1 << 20
 _MOST_RULES = 500
 _LONGEST_TEXT = 2000
@@ -40,7 +41,8 @@ NO_LOG = Missing("there is no request log beside these metrics: measure with pyt
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule."""
+    """One rule. In ``say`` ``{usage.peak}`` is a number, ``{a|b}`` the first that is known, ``{baseline:x}`` the baseline's, and what stands in
+    ``[...]`` is left out where a number in it is not known. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule."""
 
     id: str
     when: Condition
@@ -291,10 +293,16 @@ def _missing(rule: Rule, lookup: Lookup, before: Lookup | None) -> str:
 
 
 def _finding(rule: Rule, lookup: Lookup, before: Lookup | None, why: str, run: str, profile: str) -> Finding:
+    def values(place: str) -> list[Value]:
+        return [_read(before if name.startswith("baseline:") else lookup, name.removeprefix("baseline:")) for name in place.split("|")]
+
+    def optional(match: re.Match[str]) -> str:
+        known = all(any(isinstance(value, Reading) for value in values(place)) for place in _PLACE.findall(match.group(1)))
+        return match.group(1) if known else ""
+
     def place(match: re.Match[str]) -> str:
-        return _show_first(
-            [(before if name.startswith("baseline:") else lookup, name.removeprefix("baseline:")) for name in match.group(1).split("|")]
-        )
+        found = values(match.group(1))
+        return _show(next((value for value in found if isinstance(value, Reading)), found[0]))
 
     names = dict.fromkeys([limit.name for limit in rule.limits] + list(rule.measure))
     evidence = []
@@ -302,7 +310,7 @@ def _finding(rule: Rule, lookup: Lookup, before: Lookup | None, why: str, run: s
         value = lookup(Limit(name, "==", 0.0))
         source = value.source if isinstance(value, Reading) else value.reason
         evidence.append(Evidence(name, _title(name), _show(value), source[:300]))
-    text = _PLACE.sub(place, rule.say)
+    text = _PLACE.sub(place, _OPTIONAL.sub(optional, rule.say))
     return Finding(
         rule.id, rule.title, rule.severity, rule.weight, text, rule.do, rule.avoid, rule.reason, rule.cause, tuple(evidence), why, run, profile
     )
@@ -312,11 +320,11 @@ def _title(name: str) -> str:
     return KNOWN[name].title if name in KNOWN else QUANTITIES[name].title
 
 
-def _show_first(places: Sequence[tuple[Lookup | None, str]]) -> str:
-    """Return the first of several quantities that is there; else what is said of the first."""
-    values = [read(Limit(name, "==", 0.0)) if read is not None else Missing("no baseline was given") for read, name in places]
-    return _show(next((value for value in values if isinstance(value, Reading)), values[0]))
+def _read(read: Lookup | None, name: str) -> Value:
+    return read(Limit(name, "==", 0.0)) if read is not None else Missing("no baseline was given")
 
 
 def _show(value: Value) -> str:
-    return "an unknown number" if isinstance(value, Missing) else units.show(value.value, value.unit)
+    if isinstance(value, Missing):
+        return "an unknown number"
+    return units.show(value.value, "" if value.unit in {"factor", "events"} else value.unit)

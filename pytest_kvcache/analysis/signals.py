@@ -109,7 +109,7 @@ def _bound(seen: Seen) -> dict[str, Value]:
         seated = running >= seats
         shares["bound.seats"].append(float((queued & seated & ~full).sum()) / count)
         # a request that comes while a step runs waits for its end: only waiting that outlasts a step is a bound
-        lasting = _lasting(queued & ~seated & ~full, one.wall_s[pressed])
+        lasting = _lasting(queued & (running > 0) & ~seated & ~full, one.wall_s[pressed])
         shares["bound.budget"].append(float(lasting.sum()) / count)
     none = Missing("no server was read inside the window")
     return {
