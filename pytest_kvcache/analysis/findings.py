@@ -57,6 +57,7 @@ class Rule:
     avoid: str = ""
     reason: str = ""
     spare: tuple[str, ...] = ()
+    condition: str = ""
     where: str = ""
 
     @property
@@ -204,7 +205,9 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
             raise UsageError(f"unknown quantity {name[:80]!r}", where=where, hint="known: " + ", ".join(sorted({*KNOWN, *_TEXTUAL})))
     texts: dict[str, str] = {name: table[name] for name in _TEXTS if name in table and name != "when"}
     texts.setdefault("title", table["id"])
-    return Rule(when=when, weight=float(weight), where=where, measure=lists["measure"], do=lists["do"], spare=lists["spare"], **texts)
+    return Rule(
+        when=when, condition=table["when"], weight=float(weight), where=where, measure=lists["measure"], do=lists["do"], spare=lists["spare"], **texts
+    )
 
 
 _TEXTUAL = frozenset(name for name, quantity in QUANTITIES.items() if quantity.kind == "config" and not quantity.unit)

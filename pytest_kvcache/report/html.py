@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pytest_kvcache import __version__, units
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import charts, memory, sections, svg, taken
+from pytest_kvcache.report import charts, diagnosed, memory, sections, svg, taken
 from pytest_kvcache.report.escape import block, plain
 from pytest_kvcache.report.model import (
     SessionView,
@@ -100,6 +100,7 @@ def report(view: SessionView) -> str:
         "payload": taken.payload_table(view),
         "demand": taken.demand_table(view),
         "ledgers": memory.ledgers(view),
+        "diagnosed": diagnosed.section(view),
         "sweep": memory.sweep_table(view),
         "waste": memory.waste_table(view),
         "balance": memory.balance_table(view),
@@ -117,12 +118,18 @@ def report(view: SessionView) -> str:
         "provenance": sections.flat(dict(next((a.run.record.provenance for a in (*view.after, *view.before)), {}))),
         "footer": f"Written by pytest-kvcache {__version__}. Session {verdict.session}.",
     }
-    present = {"diff": context["diff"], "numbers": context["numbers"].rows, "time": timelines, "rejections": context["rejections"].rows}
+    present = {
+        "findings": context["diagnosed"].shows,
+        "diff": context["diff"],
+        "numbers": context["numbers"].rows,
+        "time": timelines,
+        "rejections": context["rejections"].rows,
+    }
     present |= {"payload": context["payload"].rows, "demand": context["demand"].rows}
     present |= {"memory": context["ledgers"], **{name: context[name].rows for name in ("sweep", "waste", "balance")}}
     present |= {"latency": context["latency"].rows, "quality": context["quality"]}
     names = {
-        "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
+        "findings": "Findings", "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
         "payload": "What fills the pool", "demand": "Peak and pool", "memory": "Memory", "waste": "Waste", "balance": "Balance",
         "rejections": "Rejections", "latency": "Latency", "quality": "Quality", "validity": "Validity", "again": "Repeat", "environment": "Environment",
     }  # fmt: skip

@@ -29,7 +29,7 @@ def page(rules: Sequence[Rule] | None = None) -> str:
         lines.append(f"| {_cell(rule.symptom)} | {measure} | {link}: {_cell(rule.cause)} | {_cell(' '.join(rule.do))} | {_cell(rule.avoid)} |")
     lines.append("\n## The rules\n")
     for rule in chosen:
-        lines += [f"### {rule.id}\n", f"{rule.title} ({rule.severity}). {rule.reason}\n", f"```\n{rule.when.text}\n```\n"]
+        lines += [f"### {rule.id}\n", f"{rule.title} ({rule.severity}). {rule.reason}\n", f"```\n{rule.condition}\n```\n"]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
