@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache.analysis.holding import Footprint, plain
 from pytest_kvcache.analysis.levels import Levels, Window, pool_of
 from pytest_kvcache.analysis.live import MOST_PAIRS, OFF, SURE, UNSURE, Held, Moments, hold, pairs
+from pytest_kvcache.analysis.pace import step_clock
 from pytest_kvcache.analysis.payload import Payload, payload
 from pytest_kvcache.analysis.prefixes import reusable_tokens
 from pytest_kvcache.analysis.rows import Rows
@@ -124,6 +125,7 @@ def account(
         notes.append(f"taken apart at every {stride}th sample: there are too many requests for all of them")
     tracks = [
         _one(
+            record.engine,
             one,
             pool_of(record.before[number]) if number < len(record.before) else None,
             rows,
@@ -177,6 +179,7 @@ def _stride(rows: Rows, series: Sequence[Series]) -> int:
 
 
 def _one(
+    engine: str,
     one: Series,
     pool: float | None,
     rows: Rows,
@@ -201,7 +204,8 @@ def _one(
     beyond = beyond_ours(wall_s, running + np.nan_to_num(waiting), load)
     # who waits is known only where all who do are ours
     queue = np.where(np.nan_to_num(beyond, nan=1.0) > 0.5, np.nan, waiting)
-    held = hold(rows, chosen, lost, shape, Moments(wall_s, np.maximum.accumulate(wall_s + read_s), queue), sharing)
+    clock = step_clock(engine, one, rows, chosen, lost)
+    held = hold(rows, chosen, lost, shape, Moments(wall_s, np.maximum.accumulate(wall_s + read_s), queue, clock), sharing)
     if pool:  # nobody holds more than there is, whatever our log allows for
         held = replace(held, high=np.minimum(held.high, pool), low=np.minimum(held.low, pool))
     used = one.column(f"used_{counts}")[picked] if counts else np.full(len(wall_s), np.nan)

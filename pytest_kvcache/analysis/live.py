@@ -1,8 +1,9 @@
 """What our requests hold at given moments: the sum over everything that is live then, with a lower and an upper bound.
 
 The client sees the first token, the last, how many came, and the longest pause between two. In between, tokens are taken to come
-evenly outside that pause. The bounds allow for what one scheduling step can change: a token more or less, and at both ends of a request
-one step sooner or later. How far the prompt of a request is written before its first token is not known: nothing to all of it.
+evenly outside that pause: in steps of the engine where it counts its tokens, else in seconds. The bounds allow for what one scheduling
+step can change: a token more or less (two where the steps are sampled), and at both ends of a request one step sooner or later. How far
+the prompt of a request is written before its first token is not known: nothing to all of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.holding import RESERVES_LONGEST, RESERVES_OUTPUT, Footprint
+from pytest_kvcache.analysis.pace import Clock, seconds
 from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.load.contract import CLAMPED, OK, STOPPED_EARLY
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 _PAIRS_AT_ONCE = 400_000
 MOST_PAIRS = 40_000_000
 _LEAST_STEP_S = 0.005
-_STEPS_BETWEEN = 6
+_STEPS_BETWEEN = 8
 
 OFF, SURE, UNSURE = "off", "sure", "unsure"
 """Whether live requests share the blocks of a common prefix: they cannot; the hit counter accounts for it; it is on and unproven."""
@@ -33,11 +35,15 @@ OFF, SURE, UNSURE = "off", "sure", "unsure"
 
 @dataclass(frozen=True)
 class Moments:
-    """When a gauge was read, Unix seconds: each value is of some moment between ``low_s`` and ``high_s``, both rising."""
+    """When a gauge was read, Unix seconds: each value is of some moment between ``low_s`` and ``high_s``, both rising.
+
+    ``clock`` tells how far answers are: in decode steps of the engine where it counts them, else in seconds.
+    """
 
     low_s: Floats
     high_s: Floats
     waiting: Floats
+    clock: Clock = seconds
 
     def __len__(self) -> int:
         return len(self.low_s)
@@ -98,9 +104,13 @@ class _Ours:
     prefix_tokens: Floats
     step: Floats
     after: Floats
+    clock_first: Floats
+    clock_end: Floats
+    clock_gap: Floats
+    clock_gap_end: Floats
 
 
-def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float) -> _Ours:
+def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float, clock: Clock) -> _Ours:
     import numpy as np
 
     held = np.flatnonzero(chosen & ~rows.outcome_in(REFUSED) & (rows.end_s > rows.sent_s))
@@ -118,6 +128,11 @@ def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float) -> _Ours:
     # a stream that we closed is freed by the step that follows the one in which the engine hears of it
     after = step * np.where(rows.outcome_in((OK, STOPPED_EARLY, CLAMPED))[held], 1.0, 2.0)
     planned = np.where(np.isfinite(rows.output_planned), rows.output_planned, rows.output)[held]
+
+    def ticks(moments: Floats) -> Floats:
+        shift_s = 0.0 if clock is seconds else origin_s
+        return np.where(np.isfinite(moments), clock(np.where(np.isfinite(moments), moments, 0.0) + shift_s), np.inf)
+
     return _Ours(
         sent=rows.sent_s[held] - origin_s,
         first=first,
@@ -133,6 +148,10 @@ def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float) -> _Ours:
         prefix_tokens=np.minimum(np.nan_to_num(rows.prefix_tokens[held], nan=0.0), np.nan_to_num(rows.prompt[held])),
         step=step,
         after=after,
+        clock_first=ticks(first),
+        clock_end=ticks(end),
+        clock_gap=ticks(np.where(stalled, gap, np.inf)),
+        clock_gap_end=ticks(np.where(stalled, gap + pause, np.inf)),
     )
 
 
@@ -147,8 +166,10 @@ def hold(rows: Rows, chosen: Mask, lost: Mask, shape: Footprint, moments: Moment
     if not len(moments) or not chosen.any():
         return found
     origin_s = float(moments.low_s[0])
-    ours = _ours(rows, chosen, lost, origin_s)
+    ours = _ours(rows, chosen, lost, origin_s, moments.clock)
     low, high = moments.low_s - origin_s, moments.high_s - origin_s
+    clock = moments.clock
+    shifted: Clock = seconds if clock is seconds else lambda t: clock(t + origin_s)
     begin = np.searchsorted(high, ours.sent, side="left")
     end = np.searchsorted(low, ours.end + ours.after, side="right")
     for start, stop in _chunks(begin, end, len(low)):
@@ -158,7 +179,7 @@ def hold(rows: Rows, chosen: Mask, lost: Mask, shape: Footprint, moments: Moment
             counts = np.maximum(b - a, 0)
             row = np.repeat(inside, counts)
             at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(a, counts)
-            part = Moments(low[start:stop], high[start:stop], moments.waiting[start:stop])
+            part = Moments(low[start:stop], high[start:stop], moments.waiting[start:stop], shifted)
             found.put(start, _sum(ours, row, at - start, part, shape, sharing))
     return found
 
@@ -186,16 +207,19 @@ def _chunks(begin: Any, end: Any, count: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _received(ours: _Ours, row: Any, t: Floats) -> Floats:
-    """Return how many tokens of its answer each request has received by then: 1 at the first, all at the end, none in its pause."""
+def _received(ours: _Ours, row: Any, t: Floats, ticks: Floats) -> Floats:
+    """Return how many tokens of its answer each request has received at ``t``: 1 at the first, all at the end, none in its pause.
+
+    ``ticks`` are the same moments on the clock by which tokens come evenly.
+    """
     import numpy as np
 
-    first, end, gap, gap_end = ours.first[row], ours.end[row], ours.gap[row], ours.gap_end[row]
+    first, end, gap, gap_end = ours.clock_first[row], ours.clock_end[row], ours.clock_gap[row], ours.clock_gap_end[row]
     with np.errstate(invalid="ignore"):
-        paused = np.where(np.isfinite(gap), np.clip(t, gap, gap_end) - gap, 0.0)
+        paused = np.where(np.isfinite(gap), np.clip(ticks, gap, gap_end) - gap, 0.0)
         whole = np.where(np.isfinite(gap), gap_end - gap, 0.0)
-        share = np.clip((t - first - paused) / np.maximum(end - first - whole, 1e-9), 0.0, 1.0)
-        return np.where(t >= first, 1.0 + share * np.maximum(ours.output[row] - 1.0, 0.0), 0.0)
+        share = np.clip((ticks - first - paused) / np.maximum(end - first - whole, 1e-9), 0.0, 1.0)
+        return np.where(t >= ours.first[row], 1.0 + share * np.maximum(ours.output[row] - 1.0, 0.0), 0.0)
 
 
 def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sharing: str) -> Held:
@@ -209,6 +233,7 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
 
     low_s, high_s = moments.low_s[at], moments.high_s[at]
     middle = (low_s + high_s) / 2
+    low_t, high_t, middle_t = (moments.clock(t)[at] for t in (moments.low_s, moments.high_s, (moments.low_s + moments.high_s) / 2))
     prompt, output, step = ours.prompt[row], ours.output[row], ours.step[row]
     first, end = ours.first[row], ours.end[row]
     gone = ours.lost[row] & (high_s >= ours.gap[row]) & (low_s < ours.gap_end[row])
@@ -220,11 +245,13 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     unsure = before | gone
     kept = _admitted(row, at, unsure, gone, moments.waiting)
 
-    received = np.floor(_received(ours, row, middle))
+    received = np.floor(_received(ours, row, middle, middle_t))
     tokens = np.where(steady, prompt + received - 1.0, 0.0)
     certain = steady & (low_s >= first + step) & (high_s <= end - step)
-    fewest = prompt + np.maximum(np.floor(_received(ours, row, low_s)) - 1.0, 1.0) - 1.0
-    most = prompt + np.minimum(np.ceil(_received(ours, row, high_s)) + 1.0, np.maximum(output, 1.0)) - 1.0
+    # a counted clock is read once a sample, so that the step in which an answer began is known to one more
+    off = 1.0 if moments.clock is seconds else 2.0
+    fewest = prompt + np.maximum(np.floor(_received(ours, row, low_s, low_t)) - off, 1.0) - 1.0
+    most = prompt + np.minimum(np.ceil(_received(ours, row, high_s, high_t)) + off, np.maximum(output, 1.0)) - 1.0
     most = np.where(before, prompt, most)
     possible = np.where(unsure, kept, high_s >= ours.sent[row])
     taken = tokens
@@ -235,7 +262,7 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     likely = np.where(sliding, shape.blocks(taken), shape.blocks(taken, sliding=False))
     low = np.where(certain, shape.blocks(fewest), 0.0)
     # a window gives back with the first decode step: until the second token is there everything may be held
-    whole_prompt = (_received(ours, row, low_s - step) < 2) | before | gone
+    whole_prompt = (_received(ours, row, low_s, low_t) < 3) | before | gone
     high = np.where(possible, np.where(whole_prompt, shape.blocks(most, sliding=False), shape.blocks(most)), 0.0)
     if shape.slides:  # between two steps a window may give a block back or not yet: what is held goes up and down on the way
         way = [shape.blocks(np.minimum(fewest + more, most)) for more in range(_STEPS_BETWEEN)]

@@ -190,6 +190,7 @@ class Dialect:
     ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
     ``full_errors`` are words of the engine's errors that a request gets only when the pool is full. ``reserves_output``: a request takes
     the room of its whole planned output when it starts. ``shares_prefixes``: live requests can hold one copy of the same leading blocks.
+    ``generates_by_step``: its counter of generated tokens grows with every step, and not when requests end.
     """
 
     name: str
@@ -209,6 +210,7 @@ class Dialect:
     model_in_any_case: bool = False
     reserves_output: bool = False
     shares_prefixes: bool = True
+    generates_by_step: bool = False
     label_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mirror_labels: frozenset[str] = frozenset()
     extra_series: tuple[str, ...] = ()

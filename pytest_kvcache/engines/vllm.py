@@ -285,6 +285,7 @@ DIALECT = Dialect(
     owned_by="vllm",
     counts="blocks",
     idle_cached_is_free=True,
+    generates_by_step=True,
     rank_label="engine",
     server_labels=TARGET_LABELS,
     model_label="model_name",

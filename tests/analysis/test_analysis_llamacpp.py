@@ -15,7 +15,7 @@ from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 
-BATCH = 2048
+BATCH = 512
 
 
 @pytest.mark.live
@@ -33,7 +33,8 @@ def test_used_tokens_follow_from_our_requests(tmp_path: Path) -> None:
     assert known.sum() > 30
     off = np.maximum(whole.low - whole.used, whole.used - whole.high)[known]
     assert np.quantile(off, 0.98) <= BATCH
-    assert np.median(off) <= 0, "most samples lie within one step"
+    # it makes hundreds of steps between two samples and counts its tokens only when a request ends: the pace is taken to be even
+    assert np.median(off) <= BATCH / 8
     fill = analysis.values["fill.mean"]
     assert isinstance(fill, Reading)
     assert fill.number() == pytest.approx(1.0, abs=0.1), "a cell a token: nothing is rounded"
