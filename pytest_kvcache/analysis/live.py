@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _PAIRS_AT_ONCE = 400_000
 MOST_PAIRS = 40_000_000
 _LEAST_STEP_S = 0.005
-_STEPS_BETWEEN = 8
 
 OFF, SURE, UNSURE = "off", "sure", "unsure"
 """Whether live requests share the blocks of a common prefix: they cannot; the hit counter accounts for it; it is on and unproven."""
@@ -108,6 +107,7 @@ class _Ours:
     clock_end: Floats
     clock_gap: Floats
     clock_gap_end: Floats
+    counted: bool
 
 
 def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float, clock: Clock) -> _Ours:
@@ -152,6 +152,7 @@ def _ours(rows: Rows, chosen: Mask, lost: Mask, origin_s: float, clock: Clock) -
         clock_end=ticks(end),
         clock_gap=ticks(np.where(stalled, gap, np.inf)),
         clock_gap_end=ticks(np.where(stalled, gap + pause, np.inf)),
+        counted=clock is not seconds,
     )
 
 
@@ -207,19 +208,28 @@ def _chunks(begin: Any, end: Any, count: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _received(ours: _Ours, row: Any, t: Floats, ticks: Floats) -> Floats:
-    """Return how many tokens of its answer each request has received at ``t``: 1 at the first, all at the end, none in its pause.
+def _received(ours: _Ours, row: Any, t: Floats, ticks: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return how many tokens of its answer each request has received at ``t``: the fewest, the likely number and the most.
 
-    ``ticks`` are the same moments on the clock by which tokens come evenly.
+    1 at the first, all at the end, none in its pause. ``ticks`` are the same moments on the clock by which tokens come evenly. Where that
+    counts steps, nobody gets more than one token a step: neither before ``t`` nor after it.
     """
     import numpy as np
 
     first, end, gap, gap_end = ours.clock_first[row], ours.clock_end[row], ours.clock_gap[row], ours.clock_gap_end[row]
+    output = np.maximum(ours.output[row], 1.0)
     with np.errstate(invalid="ignore"):
         paused = np.where(np.isfinite(gap), np.clip(ticks, gap, gap_end) - gap, 0.0)
         whole = np.where(np.isfinite(gap), gap_end - gap, 0.0)
-        share = np.clip((ticks - first - paused) / np.maximum(end - first - whole, 1e-9), 0.0, 1.0)
-        return np.where(t >= ours.first[row], 1.0 + share * np.maximum(ours.output[row] - 1.0, 0.0), 0.0)
+        behind = np.maximum(ticks - first - paused, 0.0)
+        ahead = np.maximum(end - ticks - (whole - paused), 0.0)
+        likely = 1.0 + np.clip(behind / np.maximum(end - first - whole, 1e-9), 0.0, 1.0) * (output - 1.0)
+        fewest = most = likely
+        if ours.counted:
+            fewest = np.minimum(likely, np.maximum(output - ahead, 1.0))
+            most = np.maximum(likely, np.minimum(1.0 + behind, output))
+        begun = t >= ours.first[row]
+        return np.where(begun, fewest, 0.0), np.where(begun, likely, 0.0), np.where(begun, most, 0.0)
 
 
 def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sharing: str) -> Held:
@@ -245,13 +255,14 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     unsure = before | gone
     kept = _admitted(row, at, unsure, gone, moments.waiting)
 
-    received = np.floor(_received(ours, row, middle, middle_t))
+    received = np.floor(_received(ours, row, middle, middle_t)[1])
     tokens = np.where(steady, prompt + received - 1.0, 0.0)
     certain = steady & (low_s >= first + step) & (high_s <= end - step)
     # a counted clock is read once a sample, so that the step in which an answer began is known to one more
     off = 1.0 if moments.clock is seconds else 2.0
-    fewest = prompt + np.maximum(np.floor(_received(ours, row, low_s, low_t)) - off, 1.0) - 1.0
-    most = prompt + np.minimum(np.ceil(_received(ours, row, high_s, high_t)) + off, np.maximum(output, 1.0)) - 1.0
+    early = _received(ours, row, low_s, low_t)[0]
+    fewest = prompt + np.maximum(np.floor(early) - off, 1.0) - 1.0
+    most = prompt + np.minimum(np.ceil(_received(ours, row, high_s, high_t)[2]) + off, np.maximum(output, 1.0)) - 1.0
     most = np.where(before, prompt, most)
     possible = np.where(unsure, kept, high_s >= ours.sent[row])
     taken = tokens
@@ -262,10 +273,11 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     likely = np.where(sliding, shape.blocks(taken), shape.blocks(taken, sliding=False))
     low = np.where(certain, shape.blocks(fewest), 0.0)
     # a window gives back with the first decode step: until the second token is there everything may be held
-    whole_prompt = (_received(ours, row, low_s, low_t) < 3) | before | gone
+    whole_prompt = (early < 3) | before | gone
     high = np.where(possible, np.where(whole_prompt, shape.blocks(most, sliding=False), shape.blocks(most)), 0.0)
     if shape.slides:  # between two steps a window may give a block back or not yet: what is held goes up and down on the way
-        way = [shape.blocks(np.minimum(fewest + more, most)) for more in range(_STEPS_BETWEEN)]
+        between = int(np.clip(np.max(most - fewest, initial=0.0, where=certain), 0, 2 * shape.block))
+        way = [shape.blocks(np.minimum(fewest + more, most)) for more in range(between + 1)]
         low = np.where(certain, np.min(way, axis=0), 0.0)
         high = np.where(possible, np.maximum(high, np.max(way, axis=0)), 0.0)
 

@@ -49,6 +49,13 @@ def step_clock(engine: str, one: Series, rows: Rows, chosen: Mask, lost: Mask) -
         return np.asarray(count, dtype=np.float64)
 
     count = running(rows.first_s[answering], rows.end_s[answering]) - running(rows.gap_at_s[away], (rows.gap_at_s + rows.gap_s)[away])
+    # the engine's own figure also knows others, and who was put back without our seeing it; who reads a prompt makes no token yet
+    waiting = np.nan_to_num(one.column("waiting")[there])
+    sent = running(rows.sent_s[chosen], rows.end_s[chosen])
+    reading = np.clip(sent - running(rows.first_s[answering], rows.end_s[answering]) - (waiting[1:] + waiting[:-1]) / 2, 0.0, None)
+    told = one.column("running")[there]
+    told = (told[1:] + told[:-1]) / 2 - reading
+    count = np.where(np.isfinite(told) & (np.abs(told + reading - count) > 0.75 + reading), told, count)
     steps = np.diff(made) / np.maximum(count, 1.0) + _STEPS_PER_S * np.diff(wall_s)
     clock = np.concatenate([[0.0], np.cumsum(steps)])
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
-from made_run import T0, request
+from made_run import BLOCK, T0, USABLE, MadeRun, request, sample
 
+from pytest_kvcache.analysis.accounting import Accounting
 from pytest_kvcache.analysis.pace import seconds, step_clock
 from pytest_kvcache.analysis.rows import read_rows
 from pytest_kvcache.analysis.series import Series
+from pytest_kvcache.analysis.timeline import analyse
 
 
 def series(times: list[float], made: list[float]) -> Series:
@@ -44,3 +50,34 @@ def test_moments_outside_the_samples_stay_in_order() -> None:
     clock = step_clock("vllm", series([0, 1, 2], [0, 20, 40]), ROWS, EVERY, ~EVERY)
     ticks = clock(np.array([-5.0, -1.0, 0.5, 3.0, 9.0]) + T0)
     assert (np.diff(ticks) > 0).all()
+
+
+def test_a_request_that_was_put_back_twice_stays_within_its_bounds(tmp_path: Path) -> None:
+    """Its row keeps its longest pause only: in the other one the others' steps bound what it can have."""
+    pace, total = 0.05, 8.0
+    stays = request(0, 0.0, prompt=100, output=160, ttft_s=0.0, length_s=total, longest_gap_s=0.05, longest_gap_at_s=T0)
+    away = [(1.0, 2.0), (3.0, 6.0)]
+    steps = [i * pace for i in range(int(total / pace)) if not any(a <= i * pace < b for a, b in away)]
+    twice = request(1, 0.0, prompt=100, output=len(steps), ttft_s=0.0, length_s=steps[-1] + pace, longest_gap_s=3.0, longest_gap_at_s=T0 + 3.0)
+    samples = []
+    for i in range(1, 85):
+        t = i / 10 - 0.001
+        first = min(int(t / pace) + 1, 160) if t < total else 0
+        second = sum(step <= t for step in steps) if t < steps[-1] + pace else 0
+        there = second and not any(a <= t < b for a, b in away)
+        used = sum(math.ceil((100 + k - 1) / BLOCK) for k in (first, second * bool(there)) if k)
+        made = min(int(t / pace) + 1, 160) + sum(step <= t for step in steps)
+        values: dict[str, Any] = {
+            "used_blocks": float(used),
+            "usage": used / USABLE,
+            "running": float(bool(first)) + float(bool(there)),
+            "waiting": float(bool(second) and not there),
+        }
+        samples.append(sample([], T0 + t, generation_tokens=float(made), preemptions=float((t > 2.0) + (t > 6.0)), **values))
+    accounting = analyse(MadeRun(rows=[stays, twice], samples=samples).write(tmp_path / "1-normal")).accounting
+    assert isinstance(accounting, Accounting)
+    assert accounting.put_back == 1
+    whole = accounting.whole
+    inside = (whole.t_s > 0) & ~((whole.t_s >= 0.9) & (whole.t_s <= 2.1))
+    wrong = np.flatnonzero(inside & ~whole.agrees)
+    assert not len(wrong), [(whole.t_s[i], whole.used[i], whole.low[i], whole.high[i]) for i in wrong[:6]]
