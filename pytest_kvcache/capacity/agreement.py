@@ -87,7 +87,7 @@ def check(question: Question, said: Told) -> Agreement:
             explanations.insert(0, reason)
             base = [replace(row, verdict=EXPLAINED, why=row.why or reason) if row.verdict == DIFFERENT else row for row in base]
         else:
-            explanations += _ratios(question, wrong)
+            explanations += [*_rate(question, said), *_ratios(question, wrong)]
     explanations += [row.why for row in base if row.why]
     worst = next((verdict for verdict in (DIFFERENT, EXPLAINED) if any(row.verdict == verdict for row in base)), EQUAL)
     return Agreement(tuple(base), tuple(dict.fromkeys(explanations)), worst, reproduced)
@@ -362,6 +362,21 @@ def _changes(question: Question, said: Told) -> Iterator[Change]:
             yield f"tensor parallelism: {name}", with_shape(tp=count)
         elif count > shape.tp:
             yield f"tensor parallelism: {count} GPUs share the heads (--tp {count})", with_shape(tp=count)
+
+
+def _rate(question: Question, said: Told) -> Iterator[str]:
+    """Yield the bytes that the engine keeps for a token, where memory and tokens tell: another model shows there at once."""
+    found = answer(replace(question, card=None, kv_bytes=None))
+    plain = len(found.layout.groups) == 1 and not found.growth.fixed_bytes and not found.growth.sliding_bytes_per_token
+    if said.kv_bytes is not None and said.tokens is not None and said.tokens.middle > 0 and plain:
+        theirs, ours = said.kv_bytes.middle / said.tokens.middle, found.growth.growth_bytes_per_token
+        if abs(theirs / ours - 1) > 0.01:
+            yield (
+                f"bytes a token: the engine keeps about {theirs:,.0f} on one GPU and this model takes {ours:,}:"
+                " another model, another KV type or another parallelism (--tp)"
+            )
+    if said.model:
+        yield f"the log is of the model {said.model}"
 
 
 def _ratios(question: Question, wrong: list[Compared]) -> list[str]:

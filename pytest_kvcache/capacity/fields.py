@@ -12,20 +12,21 @@ from pytest_kvcache.errors import CannotJudge, UsageError
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_LAYERS = 4096
 _MOST = 2**40
+_WANTED = "the model's config.json, its folder, or a .gguf file"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of at most 16 MiB. Raises UsageError for a file that is none."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UsageError(f"{path.name} is larger than a configuration can be", where=str(path))
-        found = json.loads(path.read_text(encoding="utf-8"))
+            raise UsageError(f"{path.name} is larger than a configuration can be", where=str(path), hint=_WANTED)
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"cannot read {path.name}: {error.strerror or error}", where=str(path)) from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path.name} is no JSON: {str(error)[:200]}", where=str(path)) from error
+        raise UsageError(f"{path.name} is no JSON: {str(error)[:200]}", where=str(path), hint=_WANTED) from error
     if not isinstance(found, dict):
-        raise UsageError(f"{path.name} holds no JSON object", where=str(path))
+        raise UsageError(f"{path.name} holds no JSON object", where=str(path), hint=_WANTED)
     return found
 
 
@@ -87,7 +88,10 @@ class Fields:
         if isinstance(found, float) and found.is_integer():
             found = int(found)
         if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= _MOST:
-            raise UsageError(f"{keys[0]} must be a whole number of {least} or more, and is {_short(found)}", where=self.name)
+            shown = json.dumps(found)[:60] if isinstance(found, str) else _short(found)
+            raise UsageError(
+                f"{keys[0]} must be a whole number of {least} or more, and is {shown}", where=self.name, hint=f"--assume {keys[0]}=VALUE states it"
+            )
         return found
 
     def need(self, *keys: str, why: str = "", least: int = 1) -> int:

@@ -23,6 +23,7 @@ MAX_KEY = 2**16
 MAX_DIMENSIONS = 8
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _TEXT, _ARRAY = 8, 9
+_WHOLE = "a download that broke off is fetched again; the model's config.json serves as well"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             if path.stat().st_size < 24:
-                raise UsageError(f"{path.name} is too short to be a GGUF file", where=str(path))
+                raise UsageError(f"{path.name} is too short to be a GGUF file", where=str(path), hint=_WHOLE)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 return _Reader(view, path).header()
     except OSError as error:
@@ -146,4 +147,4 @@ class _Reader:
             raise self._bad("it ends within its header")
 
     def _bad(self, why: str) -> UsageError:
-        return UsageError(f"{self._path.name} is no GGUF file that can be read: {why}", where=str(self._path))
+        return UsageError(f"{self._path.name} is no GGUF file that can be read: {why}", where=str(self._path), hint=_WHOLE)

@@ -119,9 +119,10 @@ def check_parallel(architecture: Architecture, tp: int, pp: int = 1) -> None:
         raise UsageError(f"parallelism is counted from 1, not {min(tp, pp)}")
     heads = architecture.query_heads
     if heads and heads % tp:
-        raise UsageError(f"{heads} query heads cannot be divided by a tensor parallelism of {tp}", where=architecture.name)
+        fits = ", ".join(str(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32) if heads % n == 0)
+        raise UsageError(f"{heads} query heads cannot be divided by a tensor parallelism of {tp}", where=architecture.name, hint=f"--tp {fits}")
     if pp > max(1, len(architecture.layers)):
-        raise UsageError(f"{len(architecture.layers)} layers cannot make {pp} pipeline stages", where=architecture.name)
+        raise UsageError(f"{len(architecture.layers)} layers cannot make {pp} pipeline stages", where=architecture.name, hint="a smaller --pp")
 
 
 def stages(count: int, pp: int) -> list[range]:

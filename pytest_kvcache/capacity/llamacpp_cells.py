@@ -96,7 +96,7 @@ def size_llamacpp(layout: Layout, kv_bytes: int) -> Pool:
     reason = layout.refusal
     if not reason and cache_bytes(layout, asked) > kv_bytes:
         reason = (
-            f"{streams} cache{'s' if streams > 1 else ''} of {asked} cells need {cache_bytes(layout, asked)} bytes and {kv_bytes} are there"
+            f"{streams} cache{'s' if streams > 1 else ''} of {asked} cells need{'' if streams > 1 else 's'} {cache_bytes(layout, asked)} bytes and {kv_bytes} are there"
             f"{f'; {cells} cells a slot would fit' if cells else ''}"
         )
     if layout.unified:

@@ -147,6 +147,7 @@ def plan(
     _contradictions(gpu_memory, kv_memory, utilization, weights, parameters, activation, graphs, other, gpu_free)
     _counts(concurrency=concurrency, length=length, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, max_num_seqs=max_num_seqs)
     _counts(tp=tp, pp=pp, dp=dp, dcp=dcp, num_gpu_blocks_override=num_gpu_blocks_override)
+    _counts(max_model_len=None if max_model_len == -1 else max_model_len)
     if engine not in ENGINES:
         raise UsageError(f"no engine {str(engine)[:40]!r} is planned for", hint=f"one of {', '.join(ENGINES)}")
     architecture = source if isinstance(source, Architecture) else read_architecture(source, assume=assume)
@@ -190,6 +191,8 @@ def _contradictions(gpu: Any, kv: Any, utilization: Any, weights: Any, parameter
         raise UsageError("--kv-memory and --gpu-memory both state the pool", hint="one of them: --kv-memory is what one worker's pool gets")
     if weights is not None and parameters is not None:
         raise UsageError("--weights and --parameters both state the weights", hint="one of them")
+    if gpu is None and kv is None and any(value is not None for value in rest):
+        raise UsageError("--activation, --graphs, --other and --gpu-free are of a card, and none is stated", hint="--gpu-memory 80GiB states it")
     if kv is not None and (utilization is not None or any(value is not None for value in rest)):
         raise UsageError(
             "--kv-memory states the pool itself", hint="--utilization, --activation, --graphs, --other and --gpu-free go with --gpu-memory"
@@ -199,7 +202,8 @@ def _contradictions(gpu: Any, kv: Any, utilization: Any, weights: Any, parameter
 def _counts(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_TOKENS):
-            raise UsageError(f"{name} = {str(value)[:40]} is no count", hint="a whole number, 1 or more")
+            hint = "a whole number, 1 or more" + (", or -1: fitted by vLLM" if name == "max_model_len" else "")
+            raise UsageError(f"{name} = {str(value)[:40]} is no count", hint=hint)
 
 
 def _platform(platform: str, engine: str, gpu_memory: Any, block_size: int | None, assumptions: list[str]) -> dict[str, Any]:
@@ -211,6 +215,10 @@ def _platform(platform: str, engine: str, gpu_memory: Any, block_size: int | Non
     if engine != "vllm":
         return {"platform": "gpu"}
     if gpu_memory is not None:
+        assumptions.append(
+            "a card is meant (--gpu-memory states one): blocks of 16 tokens unless stated, two batches in flight as asynchronous scheduling has;"
+            " --platform cpu is for vLLM's CPU build"
+        )
         return {"platform": "gpu"}
     if block_size is not None and block_size % 32:
         # vLLM's CPU build takes multiples of 32 only

@@ -16,6 +16,7 @@ from pytest_kvcache.errors import UsageError
 
 STATE_SHARE = 0.9 / 1.9
 STATE_TYPE = "float32"
+RESERVE = 6  # tokens that SGLang keeps back of the longest prompt (managers/tp_worker.py)
 
 
 def lay_out_sglang(architecture: Architecture, shape: EngineShape) -> Layout:
@@ -96,6 +97,9 @@ def size_sglang(layout: Layout, kv_bytes: int) -> Pool:
     for group in layout.groups:
         if not reason and group.window and int(tokens * shape.swa_ratio) // page * page <= group.window + page:
             reason = f"the window pool ({int(tokens * shape.swa_ratio) // page * page} tokens) cannot hold a window of {group.window} and a page"
+        small = int(tokens * shape.swa_ratio) // page * page
+        if not reason and group.window and small - RESERVE < min(tokens, layout.max_model_len):
+            notes.append(f"until April 2026 (PR 22597) SGLang refused prompts beyond the window pool: {small - RESERVE} tokens here")
     if tokens < layout.max_model_len:
         notes.append(f"SGLang starts and refuses requests beyond {tokens} tokens: the pool is shorter than the context of {layout.max_model_len}")
     concurrency = blocks / need if need else 0.0

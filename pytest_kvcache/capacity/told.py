@@ -22,6 +22,7 @@ _NEEDED = re.compile(
     r" \(([0-9]{1,9}(?:\.[0-9]{1,9})?) GiB\)(?:[^\n]{0,80}?estimated maximum model length is ([0-9]{1,12}))?"
 )
 _STORED = re.compile(r"max seq len \(([0-9]{1,12})\) is larger than the maximum number of tokens that can be stored in KV cache \(([0-9]{1,12})\)")
+_MODEL = re.compile(r"(?:\bmodel=|\bmodel_path=)['\"]([^'\"\n]{1,300})['\"]")
 ENGINE_OF = {
     "vllm": "vllm", "ray_vllm": "vllm", "llm_d_sim": "vllm", "nim": "vllm", "dynamo": "vllm", "sglang": "sglang", "llamacpp": "llamacpp",
 }  # fmt: skip
@@ -50,7 +51,8 @@ class Told:
     """What is told of one engine. None stands for what is not told; ``settings`` are those of ``EngineShape`` that the engine states.
 
     ``kv_bytes`` is one worker's pool. ``needed`` and ``estimate`` are of a start that failed: the memory that one request of ``max_model_len`` needs, and
-    the longest length that the engine offers instead. ``parts`` is the memory of a card as its log adds it up, in GiB.
+    the longest length that the engine offers instead. ``parts`` is the memory of a card as its log adds it up, in GiB. ``model`` is the name that its log
+    gives the model.
     """
 
     engine: str = ""
@@ -64,12 +66,14 @@ class Told:
     max_model_len: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+    model: str = ""
     old: bool = False
     cpu: bool = False
 
 
 def told(found: Inspection, log: str = "") -> Told:
     """Return what an inspection says. ``log`` is the text of a start-up log, where one was given: it adds the card's parts and a failed start."""
+    from pytest_kvcache.engines import clean
     from pytest_kvcache.server.startlogs.ledger import memory_parts
 
     q = found.quantities
@@ -88,6 +92,8 @@ def told(found: Inspection, log: str = "") -> Told:
         settings["prefix_caching"] = bool(caching.value)
     if seats:
         settings["max_num_seqs"] = seats
+    if found.engine == "llamacpp" and seats and length:
+        settings |= _slots(seats, length, _number(q.get("pool_tokens")))
     if engines > 1 and ENGINE_OF.get(found.engine) == "vllm":
         settings["dp"] = engines
     needed = estimate = None
@@ -100,12 +106,15 @@ def told(found: Inspection, log: str = "") -> Told:
     elif (match := _STORED.search(log)) is not None:
         length = int(match.group(1))
         tokens = Span(int(match.group(2)), int(match.group(2)), "the log of a start that failed")
+    concurrency = _span(q.get("max_concurrency"), engines if _SUMMED.search(_source(q.get("max_concurrency"))) else 1)
+    if length is None and tokens is not None and concurrency is not None and "kv_cache_size_tokens" in tokens.source:
+        length = _length(tokens.middle, concurrency)
     source = _source(q.get("pool_tokens")) + _source(q.get("pool_bytes"))
     return Told(
         engine=ENGINE_OF.get(found.engine, "paged" if found.engine else ""),
         blocks=_span(q.get("pool_blocks"), engines),
         tokens=tokens,
-        concurrency=_span(q.get("max_concurrency"), engines if _SUMMED.search(_source(q.get("max_concurrency"))) else 1),
+        concurrency=concurrency,
         kv_bytes=kv_bytes,
         needed=needed,
         estimate=estimate,
@@ -113,6 +122,7 @@ def told(found: Inspection, log: str = "") -> Told:
         max_model_len=length,
         settings=settings,
         parts=memory_parts(log) if log else {},
+        model=clean(match.group(1), 100) if (match := _MODEL.search(log)) else "",
         old=_is_old(found, log),
         cpu="CPU KV cache size" in source or "GiB for KV cache on node" in source,
     )
@@ -123,6 +133,22 @@ def _is_old(found: Inspection, log: str) -> bool:
     pool, usable = found.quantities.get("pool_blocks"), found.quantities.get("usable_blocks")
     same = isinstance(pool, Reading) and isinstance(usable, Reading) and pool.value == usable.value
     return found.engine == "vllm" and (same or re.search(r"# ?(?:GPU|CUDA|cuda) blocks: ", log) is not None)
+
+
+def _length(tokens: float, concurrency: Span) -> int | None:
+    """Return the max length that vLLM's labels imply: since 0.22 their tokens are int(concurrency x max length). None where none does."""
+    share = concurrency.middle
+    if not 1 <= share < 1e9 or "kv_cache_max_concurrency" not in concurrency.source:
+        return None
+    least = max(int(tokens / share), 1)
+    return next((length for length in range(least, least + 3) if int(share * length) == round(tokens)), None)
+
+
+def _slots(seats: int, length: int, cells: int | None) -> dict[str, Any]:
+    """Return llama.cpp's slots, and whether they share one cache: a slot of a shared one has all its cells."""
+    if seats == 1 or cells not in (length, length * seats):
+        return {"slots": seats}
+    return {"slots": seats, "unified": cells == length}
 
 
 def _source(value: object) -> str:

@@ -32,7 +32,7 @@ class Series:
 
     ``where`` narrows rows by label (any of the label names in the key that a row has, any of the values). Rows may differ in the
     labels of ``over`` and are then added. Rows that differ in ``pid`` are one gauge told by several processes: the highest
-    counts. ``hint`` says what it takes for the series to be there. ``shared`` takes a row that the ranks of one front end share as each
+    counts. ``hint`` says what it takes for the series to be there, unless one of ``followed`` is there, which shows that it was done. ``shared`` takes a row that the ranks of one front end share as each
     rank's own (a size that holds for all of them). ``scale`` is what one unit of the series is in units of the quantity. ``unborn``
     says why a counter that is not there is zero, where the engine shows a counter only after its first event and ``alive`` (series
     of the same engine, each of them) show that it is being read; "" where absence tells nothing, which is the rule.
@@ -42,6 +42,7 @@ class Series:
     where: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     over: tuple[str, ...] = ()
     hint: str = ""
+    followed: tuple[str, ...] = ()
     shared: bool = False
     scale: float = 1.0
     unborn: str = ""

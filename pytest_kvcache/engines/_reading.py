@@ -191,6 +191,8 @@ class View:
         if self.raw.metrics is None:
             return Missing(self.raw.metrics_reason)
         hint = f": {rule.hint}" if rule.hint else ""
+        if rule.followed and self.has(*rule.followed):
+            hint = ": the engine's metrics are on, so this version does not show it, or not before its first event"
         return Missing((narrowed or f"{rule.names[0]} is not in /metrics") + hint)
 
     def _parsed(self, name: str, text: str, parse: Parse, source: str) -> Value:

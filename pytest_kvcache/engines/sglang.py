@@ -31,6 +31,8 @@ from pytest_kvcache.quantities import Missing, Reading, Value
 
 _ON = "needs --enable-metrics, or /v1/loads (0.5.9 or newer)"
 _FLAG = "needs --enable-metrics"
+# Only /metrics has it: what /v1/loads?format=prometheus shows needs no flag and says waiting where this says queue.
+_ALIVE = ("sglang:num_queue_reqs",)
 _POOL, _AVAILABLE, _EVICTABLE = "sglang:max_total_num_tokens", "sglang:kv_available_tokens", "sglang:kv_evictable_tokens"
 _SWA_POOL = "sglang:max_total_num_tokens_swa"
 _KINDS = ("sglang:full_token_usage", "sglang:swa_token_usage", "sglang:mamba_usage")
@@ -112,6 +114,8 @@ def _free_tokens(view: View) -> Value:
 
 def _fullest(view: View) -> Value:
     """What the usage gauge is made of: the fullest of the pools for full attention, sliding windows and state."""
+    if view.samples is None:
+        return Missing(view.raw.metrics_reason)
     told = [value for name in _KINDS if isinstance(value := view.apply(Series((name,)), "usage"), Reading)]
     if not view.has(_KINDS[0]) or (view.has(_SWA_POOL) and not view.has(_KINDS[1])):
         return Missing("sglang:token_usage is not told, and not every pool tells its own")
@@ -123,9 +127,10 @@ def _fullest(view: View) -> Value:
 
 def _kv_dtype(view: View) -> Value:
     stated = view.apply(LogFact(), "kv_dtype")
-    told: Value = Missing("no body of the server states it")
+    told: Value = Missing("/server_info was not read")
     for path in _INFO_PATHS:
-        told = view.apply(JsonField(path, ("kv_cache_dtype",), "text"), "kv_dtype")
+        if not isinstance(view.json(path), Missing):
+            told = view.apply(JsonField(path, ("kv_cache_dtype",), "text"), "kv_dtype")
         if isinstance(told, Reading):
             break
     if isinstance(told, Reading) and told.value != "auto":
@@ -167,7 +172,7 @@ def _remarks(view: View) -> list[str]:
     if windows:
         notes.append(
             f"a second pool for sliding-window layers, tokens used by engine: {', '.join(windows[:8])}; usage is that of the fullest pool,"
-            " tokens are those of the full-attention pool"
+            " tokens are those of the full-attention pool; until April 2026 (PR 22597) a prompt longer than the second pool was refused"
         )
     if any(isinstance(state := part.apply(Series((_KINDS[2],)), "usage"), Reading) and state.number() > 0 for part in view.parts):
         notes.append("a pool for state layers (sglang:mamba_usage): its size is not told; usage is that of the fullest pool")
@@ -229,7 +234,7 @@ DIALECT = Dialect(
                     _POOL, "/v1/loads max_total_num_tokens", "/server_info token_capacity", "/server_info max_total_num_tokens",
                     "/get_server_info token_capacity", "/get_server_info max_total_num_tokens",
                 ),
-                hint=_ON,
+                hint=_ON, followed=_ALIVE,
             ),
             LogFact(),
         ),
@@ -256,42 +261,42 @@ DIALECT = Dialect(
         "num_gpu_blocks_override": absent("SGLang's --max-total-tokens is a bound in tokens: see the notes"),
         "used_blocks": absent("SGLang counts tokens: see used_tokens"),
         "free_blocks": absent("SGLang counts tokens: see free_tokens"),
-        "used_tokens": Series(("sglang:kv_used_tokens", "sglang:num_used_tokens", "/v1/loads num_used_tokens"), hint=_ON),
+        "used_tokens": Series(("sglang:kv_used_tokens", "sglang:num_used_tokens", "/v1/loads num_used_tokens"), hint=_ON, followed=_ALIVE),
         "free_tokens": Derived(
             f"{_AVAILABLE} + {_EVICTABLE}; where neither is told: pool_tokens - used_tokens", _free_tokens, (_AVAILABLE, _EVICTABLE)
         ),
         "usage": first_of(
-            Series(("sglang:token_usage", "/v1/loads token_usage"), hint=_ON),
+            Series(("sglang:token_usage", "/v1/loads token_usage"), hint=_ON, followed=_ALIVE),
             Derived("greatest of full_token_usage, swa_token_usage and mamba_usage", _fullest, _KINDS),
         ),
-        "running": Series(("sglang:num_running_reqs", "/v1/loads num_running_reqs", "/get_load num_reqs - num_waiting_reqs"), hint=_ON),
+        "running": Series(("sglang:num_running_reqs", "/v1/loads num_running_reqs", "/get_load num_reqs - num_waiting_reqs"), hint=_ON, followed=_ALIVE),
         # /v1/loads?format=prometheus says waiting where /metrics says queue.
         "waiting": Series(
-            ("sglang:num_queue_reqs", "sglang:num_waiting_reqs", "/v1/loads num_waiting_reqs", "/get_load num_waiting_reqs"), hint=_ON
+            ("sglang:num_queue_reqs", "sglang:num_waiting_reqs", "/v1/loads num_waiting_reqs", "/get_load num_waiting_reqs"), hint=_ON, followed=_ALIVE
         ),
         "waiting_capacity": absent("SGLang does not tell why a request waits"),
         "swapped": cannot_happen("SGLang never swaps a request out: it retracts and computes again"),
         # num_retracted_reqs is a gauge that each log interval resets, and no count.
-        "preemptions": Series(("sglang:num_retracted_requests_total", "sglang:num_retracted_requests"), hint=_FLAG),
+        "preemptions": Series(("sglang:num_retracted_requests_total", "sglang:num_retracted_requests"), hint=_FLAG, followed=_ALIVE),
         "rejections": absent("SGLang does not count what --max-queued-requests refuses"),
-        "prefix_queries": Series(("sglang:prompt_tokens_total", "sglang:prompt_tokens"), hint=_FLAG),
+        "prefix_queries": Series(("sglang:prompt_tokens_total", "sglang:prompt_tokens"), hint=_FLAG, followed=_ALIVE),
         # The row of cache_source="total" is the sum of the others; older versions have no such label.
         "prefix_hits": first_of(
             Series(
                 ("sglang:cached_tokens_total", "sglang:cached_tokens"),
-                where={("cache_source",): ("total",)}, hint=_FLAG,
+                where={("cache_source",): ("total",)}, hint=_FLAG, followed=_ALIVE,
             ),
-            Series(("sglang:cached_tokens_total", "sglang:cached_tokens"), over=("cache_source",), hint=_FLAG),
+            Series(("sglang:cached_tokens_total", "sglang:cached_tokens"), over=("cache_source",), hint=_FLAG, followed=_ALIVE),
         ),
-        "prompt_tokens": Series(("sglang:prompt_tokens_total", "sglang:prompt_tokens"), hint=_FLAG),
-        "generation_tokens": Series(("sglang:generation_tokens_total", "sglang:generation_tokens"), hint=_FLAG),
-        "finished": Series(("sglang:num_requests_total", "sglang:num_requests"), hint=_FLAG),
+        "prompt_tokens": Series(("sglang:prompt_tokens_total", "sglang:prompt_tokens"), hint=_FLAG, followed=_ALIVE),
+        "generation_tokens": Series(("sglang:generation_tokens_total", "sglang:generation_tokens"), hint=_FLAG, followed=_ALIVE),
+        "finished": Series(("sglang:num_requests_total", "sglang:num_requests"), hint=_FLAG, followed=_ALIVE),
         "finished_stop": absent("SGLang does not count finished requests by reason"),
         "finished_length": absent("SGLang does not count finished requests by reason"),
-        "finished_abort": Series(("sglang:num_aborted_requests_total", "sglang:num_aborted_requests"), hint=_FLAG),
+        "finished_abort": Series(("sglang:num_aborted_requests_total", "sglang:num_aborted_requests"), hint=_FLAG, followed=_ALIVE),
         "finished_error": absent("SGLang does not count finished requests by reason"),
         "start_time": Series(
-            ("sglang:prompt_tokens_created", "sglang:generation_tokens_created", "process_start_time_seconds"), hint=_FLAG
+            ("sglang:prompt_tokens_created", "sglang:generation_tokens_created", "process_start_time_seconds"), hint=_FLAG, followed=_ALIVE
         ),
     },
 )  # fmt: skip

@@ -289,6 +289,9 @@ DIALECT = Dialect(
     rank_label="engine",
     server_labels=TARGET_LABELS,
     model_label="model_name",
+    # What gateways and relabelling add: the rank of a data-parallel engine, and ranks of one engine that each tell the same (trap 7).
+    label_aliases={"engine": ("dp_rank",)},
+    mirror_labels=frozenset({"tp_rank", "pp_rank"}),
     json_paths=(JsonPath("/v1/models"), JsonPath("/version")),
     # NVIDIA's NIM containers serve vLLM's series at the second.
     metrics_paths=("/metrics", "/v1/metrics"),

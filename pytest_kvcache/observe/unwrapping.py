@@ -1,4 +1,4 @@
-"""Takes off what a pasted text was carried in: gzip, colour codes, and what container runtimes, journals and pagers write before each line.
+"""Takes off what a pasted text was carried in: gzip, colour codes, what container runtimes, journals and pagers write before each line, and lost line ends.
 
 A carrier is taken off only where most lines begin with it, so that a line of an engine that merely looks like it stays whole.
 """
@@ -32,6 +32,18 @@ _CARRIERS = tuple(
     )
 )
 _PARTIAL = re.compile(rf"^{_TIME} (?:stdout|stderr) P ([^\n]*)\n{_TIME} (?:stdout|stderr) [FP] ", re.MULTILINE)
+# How engines begin the lines of their logs, for lines that were run together.
+_BEGINNINGS = re.compile(
+    r"(?:(?<=\s)|(?<=^))(?:"
+    r"(?P<vllm>(?:\([A-Z]\w{1,30}(?: pid=[0-9]{1,9})?\) )?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [0-9]{2}-[0-9]{2} [0-9:]{8} )"
+    r"|(?P<dated>\[[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}[^\]\n]{0,30}\] )"
+    r"|(?P<tgi>[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}\.[0-9]{1,9}Z\s{1,4}(?:DEBUG|INFO|WARN|ERROR) )"
+    r"|(?P<trtllm>\[TensorRT-LLM\]\[[A-Z]{1,10}\] |\[[0-9]{2}/[0-9]{2}/[0-9]{4}-[0-9:]{8}\] )"
+    r"|(?P<llamacpp>(?:llama_\w{1,40}|print_info|load_tensors|common_init_\w{1,30}|(?:srv|slot|main) {1,8}\w{1,30}): )"
+    r")",
+    re.MULTILINE,
+)
+_LONGEST_RUN = 1 << 20
 # Where logs in JSON lines keep the line, the most particular first.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "textPayload", "line", "text")
 # A body of an API that has a message is no line of a log.
@@ -70,7 +82,23 @@ def unwrap(text: str) -> str:
         if told is None:
             break
         text = told
-    return text
+    return text if len(text) > _LONGEST_RUN else _apart(text)
+
+
+def _apart(text: str) -> str:
+    """Return the lines that a tracker or a chat ran together as lines again.
+
+    Only a line with two beginnings of the same kind is taken apart: one alone is what an engine quotes, or a carrier's own.
+    """
+    if text.count("\\n") > 1 and text.count("\n") < 2:
+        text = text.replace("\\r", "").replace("\\n", "\n")  # a text that a program printed as a literal
+    told: list[str] = []
+    for line in text.split("\n"):
+        found = list(_BEGINNINGS.finditer(line)) if len(line) > 60 else []
+        kinds = [match.lastgroup for match in found]
+        cuts = [match.start() for match in found if kinds.count(match.lastgroup) > 1]
+        told += [line[start:end].rstrip() for start, end in zip([0, *cuts], [*cuts, len(line)], strict=True) if start < end] if cuts else [line]
+    return "\n".join(told)
 
 
 def _first_lines(text: str) -> list[str]:

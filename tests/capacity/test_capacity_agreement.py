@@ -325,3 +325,37 @@ def test_a_name_with_escape_sequences_reaches_no_terminal(tmp_path: Path, capsys
         out = capsys.readouterr()
         assert "\x1b" not in out.out + out.err
         assert "\x07" not in out.out + out.err
+
+
+DUMPS = Path(__file__).parents[1] / "data"
+
+
+def test_a_scrape_tells_the_max_length_by_its_two_figures(check: Check) -> None:
+    # kv_cache_size_tokens is int(kv_cache_max_concurrency x max_model_len)
+    for name, length in (("vllm/0.32.0.prom", 8192), ("vllm/0.32.0-dp2.prom", 8192)):
+        found = check(LLAMA_31_8B, (DUMPS / "exposition" / name).read_text())
+        assert found["agreement"]["verdict"] == "equal"
+        assert found["max_model_len"] == length
+
+
+@pytest.mark.parametrize(("unified", "cells", "pool"), [("true", 8192, 8192), ("false", 2048, 8192)])
+def test_slots_of_llamacpp_share_one_cache_or_have_one_each_as_its_log_says(unified: str, cells: int, pool: int, check: Check) -> None:
+    text = (DUMPS / "startup" / "llamacpp-b11434-startup.log").read_text()
+    if unified == "false":
+        text = text.replace("8192 cells,  24 layers,  4/1 seqs", "2048 cells,  24 layers,  4/4 seqs").replace(
+            "n_ctx_slot = 8192", "n_ctx_slot = 2048"
+        )
+        assert "4/4 seqs" in text
+    model = {**QWEN25_7B, "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
+    found = check(model, text)
+    assert (found["agreement"]["verdict"], found["verdict"]) == ("equal", "PASS")
+    assert found["pool_tokens"] == pytest.approx(pool, abs=256)
+    assert found["max_model_len"] == cells
+
+
+def test_the_log_of_another_model_is_known_by_its_bytes_a_token(check: Check) -> None:
+    log = (DUMPS / "startup" / "vllm-0.32.0-startup.log").read_text()
+    words = said(check(QWEN3_14B, log, code=1))
+    assert "bytes a token: the engine keeps about 131,056 on one GPU and this model takes 163,840" in words
+    assert "the log is of the model meta-llama/Llama-3.1-8B-Instruct" in words
+    assert "bytes a token" not in said(check(LLAMA_31_8B, log))

@@ -141,6 +141,9 @@ def test_several_gpus_share_weights_and_heads() -> None:
         {"gpu_memory": "80GiB", "weights": "14GiB", "utilization": 90},
         {"gpu_memory": "80 apples", "weights": "14GiB"},
         {"gpu_memory": "0", "weights": "14GiB"},
+        {"activation": "5GiB"},
+        {"kv_memory": "1GiB", "max_model_len": 0},
+        {"kv_memory": "1GiB", "max_model_len": -5},
         {"kv_memory": "1GX"},
         {"kv_memory": -5},
         {"kv_memory": float("nan")},
@@ -220,3 +223,18 @@ def test_a_folder_tells_its_own_weights(tmp_path: Path) -> None:
     made = plan(tmp_path, gpu_memory="80GiB", utilization=0.9)
     assert made.answer.ledger is not None
     assert made.answer.ledger.lines[0] == ("weights", 16 * 10**9, "total_size of model.safetensors.index.json")
+
+
+def test_what_is_assumed_of_the_machine_is_said_whichever_it_is() -> None:
+    card = plan(LLAMA_31_8B, gpu_memory="80GiB", weights="15GiB")
+    assert card.answer.layout.block_size == 16
+    assert any(text.startswith("a card is meant (--gpu-memory states one)") for text in card.assumptions)
+    assert any("vLLM's CPU build is meant" in text for text in plan(LLAMA_31_8B, kv_memory="20GiB").assumptions)
+    for stated in (plan(LLAMA_31_8B, kv_memory="20GiB", platform="gpu"), plan(LLAMA_31_8B, kv_memory="20GiB", engine="sglang")):
+        assert not any("is meant" in text for text in stated.assumptions)
+
+
+def test_a_configuration_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA_31_8B).encode())
+    assert plan(path).growth_bytes_per_token == 131072

@@ -24,6 +24,7 @@ def _full(count: int, heads: int = 8, size: int = 128, **more: Any) -> Architect
 
 LLAMA_7B = _full(32, heads=32)
 LLAMA_8B = _full(32)
+GPT_OSS = Architecture("gpt_oss", "gpt-oss-120b", (Layer("full", 8, 64, 64), Layer("sliding", 8, 64, 64, window=128)) * 18, 131_072)
 GEMMA = Architecture(
     "gemma3_text", "made", ((Layer("sliding", 4, 256, 256, 1024),) * 5 + (Layer("full", 4, 256, 256),)) * 4, context=131072, dtype="bfloat16"
 )
@@ -196,6 +197,21 @@ def test_sglang_splits_the_memory_between_full_and_window_layers() -> None:
     assert blocks_for(layout, 900) > 900  # the window pool binds: it has fewer tokens than the full one
     tiny = size_pool(lay_out(GEMMA, EngineShape(engine="sglang", max_model_len=1024)), layout.bytes_per_block * 1000)
     assert "cannot hold a window" in tiny.reason
+
+
+def test_a_window_pool_that_is_too_small_is_told_before_it_blocks() -> None:
+    # field case D11 (SGLang PRs 37610 and 22597)
+    small = lay_out(GPT_OSS, EngineShape(engine="sglang", block_size=256, swa_ratio=0.1, max_model_len=4096))
+    pool = size_pool(small, small.bytes_per_block * 16)
+    assert pool.pool_tokens == 4096
+    assert not pool.starts
+    assert pool.reason == "the window pool (256 tokens) cannot hold a window of 128 and a page"
+    large = lay_out(GPT_OSS, EngineShape(engine="sglang", swa_ratio=0.2, max_model_len=131_072))
+    pool = size_pool(large, large.bytes_per_block * 100_000)
+    assert pool.starts
+    assert any("refused prompts beyond the window pool: 19994 tokens" in note for note in pool.notes)
+    whole = size_pool(lay_out(LLAMA_8B, EngineShape(engine="sglang")), 20 * 2**30)
+    assert not any("window pool" in note for note in whole.notes)
 
 
 def test_sglang_gives_recurrent_states_slots_of_their_own() -> None:

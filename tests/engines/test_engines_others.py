@@ -284,3 +284,17 @@ def test_trtllm_names_with_a_colon_are_the_same_names() -> None:
 
 def test_old_llama_cpp_gauges_say_that_idle_slots_count_as_used() -> None:
     assert any("idle slots" in note for note in values_of(recorded("llamacpp/b5000.prom")).notes)
+
+
+def test_a_flag_that_was_set_is_not_asked_for() -> None:
+    text = (DATA / "sglang" / "0.5.20-dp2-swa.prom").read_text()
+    values = read_values(DIALECTS["sglang"], RawState(metrics=parse_samples(text))).whole
+    for name in ("preemptions", "prefix_hits", "generation_tokens"):
+        value = values[name]
+        assert isinstance(value, Missing)
+        assert "--enable-metrics" not in value.reason
+        assert "not before its first event" in value.reason
+    loads = 'sglang_num_waiting_reqs{dp_rank="0"} 2\nsglang_num_running_reqs{dp_rank="0"} 8\nsglang_token_usage{dp_rank="0"} 0.25\n'
+    value = read_values(DIALECTS["sglang"], RawState(metrics=parse_samples(loads))).whole["preemptions"]
+    assert isinstance(value, Missing)
+    assert "needs --enable-metrics" in value.reason, "/v1/loads shows no counters, whatever the flag"

@@ -174,6 +174,16 @@ VARIANTS: list[tuple[str, str, str | None, dict[str, Any], dict[str, Any]]] = [
         {},
         {"pool_tokens": 100_000, "used_tokens": 25_000, "running": 4, "usage": 0.25},
     ),
+    (
+        "a gateway shows vLLM's tensor-parallel ranks, which say the same",
+        "vllm",
+        "".join(
+            f'vllm:num_requests_running{{engine="0",model_name="m",tp_rank="{n}"}} 3.0\nvllm:kv_cache_usage_perc{{engine="0",model_name="m",tp_rank="{n}"}} 0.5\n'
+            for n in range(4)
+        ),
+        {},
+        {"running": 3, "usage": 0.5},
+    ),
     ("SGLang's loads of two ranks", "sglang", None, _loads({"dp_rank": 0, **_RANK}, {"dp_rank": 1, **_RANK}), {"pool_tokens": 8000, "usage": 0.25}),
     (
         "a rank whose load says less leaves the whole without it",

@@ -301,3 +301,18 @@ def test_a_snapshot_survives_being_written_and_read() -> None:
     assert again == record
     assert again.value("usable_blocks") == Reading(8192, "blocks", record.quantities["usable_blocks"].source, 12.5)
     assert again.value("rejections") == record.value("rejections")
+
+
+def test_ranks_that_tell_the_same_are_one_and_data_parallel_ranks_are_not() -> None:
+    # field case C14: eight series per gauge, one per dp_rank and tp_rank (aibrix issue 1614)
+    text = "".join(
+        f'vllm:kv_cache_usage_perc{{dp_rank="{dp}",tp_rank="{tp}",model_name="m"}} {usage if tp != 2 else usage - 0.05}\n'
+        f'vllm:cache_config_info{{dp_rank="{dp}",tp_rank="{tp}",block_size="16",num_gpu_blocks="2002"}} 1.0\n'
+        for dp, usage in ((0, 0.9), (1, 0.1))
+        for tp in range(4)
+    )
+    values = values_of(text)
+    assert number(values, "usage", "0") == 0.9, "of copies the worst counts"
+    assert number(values, "usage", "1") == 0.1
+    assert number(values, "usage") == pytest.approx(0.5)
+    assert number(values, "used_blocks") == 1000

@@ -146,3 +146,25 @@ def test_any_text_is_unwrapped_without_raising(text: str) -> None:
 @given(st.binary(max_size=100))
 def test_any_bytes_are_unpacked_without_raising(data: bytes) -> None:
     assert isinstance(unpack(b"\x1f\x8b" + data, 1000)[0], bytes)
+
+
+LOGS = [name for name in TEXTS if name.endswith(".log")]
+
+
+@pytest.mark.parametrize("name", [*LOGS, "startup/vllm-0.6.6-v0-startup.log", "startup/vllm-0.32.0-fail-no-memory.log"])
+def test_a_log_whose_line_ends_were_lost_tells_what_it_told(name: str) -> None:
+    lines_of = (DATA / name).read_text().splitlines()
+    bare = found("\n".join(lines_of).encode())
+    assert found(" ".join(lines_of).encode()) == bare, "a tracker joined the lines"
+    assert found("\\n".join(lines_of).encode()) == bare, "a program printed the text as a literal"
+
+
+def test_a_line_that_quotes_another_stays_one_line() -> None:
+    for line in (
+        "(APIServer pid=1) INFO 11-29 15:08:35 [launcher.py:1] the worker said: [TensorRT-LLM][INFO] Number of tokens per block: 32.",
+        "2026-11-29T15:08:35.1Z INFO router: upstream (EngineCore pid=3) INFO 11-29 15:08:35 [kv.py:1] GPU KV cache size: 5 tokens",
+    ):
+        assert (
+            unwrap(line + "\n" + "another line without any sign of an engine in it\n")
+            == line + "\nanother line without any sign of an engine in it\n"
+        )
