@@ -127,8 +127,8 @@ def _seats(given: Answer, traffic: Traffic | None, length: int) -> Lever:
         return Lever("max-num-seqs", "-", None, None, None, None, "needs a pool to say how many seats it bears")
     room = min(room, 1 << 20)
     held = room * given.blocks(length)
-    change = f"{now if now is not None else 'unset'} -> {room}"
-    cost = "requests beyond it queue; none is preempted" if room else "not even one request fits"
+    change = f"{now if now is not None else 'unset'} -> {room}" if room else "-"
+    cost = "requests beyond it queue; none is preempted" if room else "no number of seats helps: not even one request fits"
     return Lever(
         "max-num-seqs",
         change,

@@ -216,8 +216,8 @@ def _platform(platform: str, engine: str, gpu_memory: Any, block_size: int | Non
         return {"platform": "gpu"}
     if gpu_memory is not None:
         assumptions.append(
-            "a card is meant (--gpu-memory states one): blocks of 16 tokens unless stated, two batches in flight as asynchronous scheduling has;"
-            " --platform cpu is for vLLM's CPU build"
+            "a card is meant (--gpu-memory states one): vLLM's block size for cards unless stated, two batches in flight as asynchronous scheduling"
+            " has; --platform cpu is for its CPU build"
         )
         return {"platform": "gpu"}
     if block_size is not None and block_size % 32:

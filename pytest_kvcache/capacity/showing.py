@@ -146,7 +146,9 @@ def equations(plan: Plan) -> Rows:
         rows.append(("memory", given.memory))
     if pool is not None and layout.bytes_per_block and layout.unit == "blocks":
         pages = max((group.layers + group.padding for group in layout.groups), default=0)
-        rows.append(("block", f"{pages} layers a group -> {layout.bytes_per_block:,} B"))
+        pp = given.question.shape.pp
+        stage = f", on the fullest of {pp} pipeline stages" if pp > 1 else ""
+        rows.append(("block", f"{pages} layers a group{stage} -> {layout.bytes_per_block:,} B"))
         override = given.question.shape.num_gpu_blocks_override
         rows.append(
             ("pool", f"{pool.pool_blocks:,} blocks, set by num_gpu_blocks_override")

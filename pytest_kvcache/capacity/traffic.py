@@ -75,7 +75,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if not self.lanes or len(self.lanes) > MOST_LANES:
-            raise UsageError(f"{len(self.lanes)} lanes of traffic", hint=f"1 to {MOST_LANES}")
+            raise UsageError(f"{len(self.lanes)} lanes of traffic", hint=f"1 to {MOST_LANES} of them, each [[lane]] with concurrency and length")
 
     @property
     def concurrency(self) -> int:

@@ -30,7 +30,8 @@ _REASON = ("finished_reason", "finish_reason")
 
 
 def _is_v0(view: View) -> bool:
-    return view.has(*_V0_SIGNS)
+    """Of several servers in one exposition each shows by its own series which engine it is."""
+    return view.has(*_V0_SIGNS) if len(view.parts) < 2 else any(view.rows(name, shared=True)[1] for name in _V0_SIGNS)
 
 
 def _null_blocks(view: View) -> int:

@@ -144,7 +144,7 @@ def inspect(
         found.quantities = {name: Missing("a DCGM exporter tells of cards, and of no engine") for name in QUANTITIES}
     elif not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
         found.judged = False
-        found.why = found.why or _nothing(pasted, raw)
+        found.why = found.why or _nothing(pasted, raw, found.title)
     return found
 
 
@@ -293,7 +293,7 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
         found.notes.append("the pool's size was printed before the failure: it is no sign of a running server")
 
 
-def _nothing(pasted: Sequence[Pasted], raw: RawState) -> str:
+def _nothing(pasted: Sequence[Pasted], raw: RawState, title: str = "") -> str:
     """Return in one sentence what was there, where nothing could be judged."""
     reasons = [f"{part.name}: {part.problem}" for part in pasted if part.problem]
     if not reasons and raw.metrics is None and not raw.json:
@@ -305,7 +305,8 @@ def _nothing(pasted: Sequence[Pasted], raw: RawState) -> str:
                 "the JSON bodies are errors of a server and tell no quantity" if errors else "none of the JSON bodies is one that a dialect reads"
             ]
         else:
-            reasons = [f"no engine is known by this text{f', which begins {shown}' if shown else ''}"]
+            begins = f", which begins {shown}" if shown else ""
+            reasons = [f"this is of {title} and tells no quantity{begins}" if title else f"no engine is known by this text{begins}"]
     return "cannot judge: " + ("; ".join(reasons) or "what was given tells no quantity")
 
 

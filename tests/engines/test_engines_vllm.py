@@ -316,3 +316,20 @@ def test_ranks_that_tell_the_same_are_one_and_data_parallel_ranks_are_not() -> N
     assert number(values, "usage", "1") == 0.1
     assert number(values, "usage") == pytest.approx(0.5)
     assert number(values, "used_blocks") == 1000
+
+
+def test_each_of_two_servers_keeps_a_null_block_or_none_by_its_own_engine() -> None:
+    # an upgrade in progress: V0 and V1 behind one Prometheus
+    text = (
+        'vllm:cache_config_info{instance="new",block_size="16",engine="0",num_gpu_blocks="1001"} 1.0\n'
+        'vllm:kv_cache_usage_perc{instance="new",engine="0",model_name="m"} 0.5\n'
+        'vllm:cache_config_info{instance="old",block_size="16",num_gpu_blocks="1000"} 1.0\n'
+        'vllm:gpu_cache_usage_perc{instance="old",model_name="m"} 0.25\nvllm:num_requests_swapped{instance="old",model_name="m"} 2.0\n'
+    )
+    values = values_of(text)
+    assert (number(values, "usable_blocks", "new"), number(values, "usable_blocks", "old")) == (1000, 1000)
+    assert (number(values, "used_blocks"), number(values, "usage")) == (750, 0.375)
+    swapped = values.ranks["new"]["swapped"]
+    assert isinstance(swapped, Missing)
+    assert swapped.cannot_happen
+    assert number(values, "swapped", "old") == 2

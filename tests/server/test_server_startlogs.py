@@ -261,3 +261,21 @@ def test_broken_lines_do_not_raise(text: str) -> None:
         assert not isinstance(value.value, float) or value.value >= 0
     memory_notes(text)
     live_values(text)
+
+
+def test_requests_that_were_put_back_are_counted_where_the_log_tells() -> None:
+    full = "[2026-09-09 11:58:40 TP0] KV cache pool is full. Retract requests. #retracted_reqs: {}, #new_token_ratio: 0.4998 -> 1.0000"
+    notes = " ".join(read_log("\n".join([full.format(1), full.format(3)])).notes)
+    assert "the pool was full 2 times" in notes
+    assert "(retracted): 4" in notes
+    started = "[2026-09-09 12:58:40] server_args=ServerArgs(model_path='m')"
+    assert not any("retracted" in note for note in read_log("\n".join([full.format(1), started])).notes), "of an earlier start"
+    line = "INFO 11-29 15:08:48 [loggers.py:335] Engine 000: Avg prompt throughput: 8.4 tokens/s, Avg generation throughput: 3.9 tokens/s, Running: 8 reqs, "
+    lines = [
+        f"{line}Waiting: 3 reqs, {part}GPU KV cache usage: 50.0%, Prefix cache hit rate: 40.0%"
+        for part in ("Preemptions: 2, ", "", "Preemptions: 5, ")
+    ]
+    _, told = live_values("\n".join(lines))
+    assert any("periodic lines: 7;" in note for note in told)
+    _, told = live_values(lines[1])
+    assert not any("preemptions" in note for note in told)

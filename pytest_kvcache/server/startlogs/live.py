@@ -26,6 +26,8 @@ _SGLANG_PREFILL = re.compile(rf"\btoken usage: {FLOAT}, #running-req: {INT}, #qu
 _SGLANG_POOLS = re.compile(rf"\b(?:token|mamba) usage: {FLOAT}")
 # V0 warns at every fiftieth preemption, with the count since the start.
 _PREEMPTED = re.compile(r"total_num_cumulative_preemption=([0-9]{1,12})")
+# V1 counts those of each interval.
+_PUT_BACK = re.compile(r" reqs, (?:[^\n]{0,200}?, )?Preemptions: ([0-9]{1,9})\b")
 _DP = re.compile(r"\b(DP[0-9]{1,4})\b")
 _LMDEPLOY = re.compile(rf"Engine \(running/waiting\): {INT} / {INT}, KV cache: {FLOAT}%")
 _HINT = re.compile(r"KV cache(?: usage)?: |token usage: ")
@@ -39,12 +41,15 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
     ``usage`` is 0 to 1. Where several engines differ in usage it is Missing, for a log does not tell their pools' weights.
     """
     rows: dict[str, tuple[Row, str]] = {}
+    put_back = 0
     for line in log_lines(text[-(1 << 20) :], 2000):
         if _HINT.search(line) is None:
             continue
         found = _row(line)
         if found is not None:
             rows[found[0]] = (found[1], line)
+            match = _PUT_BACK.search(line)
+            put_back += int(match.group(1)) if match else 0
     counted = _PREEMPTED.findall(text[-(1 << 20) :])
     values: dict[str, Value] = {}
     if counted:
@@ -62,6 +67,10 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
             )
     usages = {engine: row["usage"] for engine, (row, _) in rows.items()}
     notes = ["usage, running and waiting are those of the last periodic line of the log, rounded as it prints them"]
+    if put_back:
+        notes.append(
+            f"preemptions of the log's periodic lines: {put_back:,}; a request that is put back is computed again, which its client sees as a pause"
+        )
     if any(usage > 1 for usage in usages.values()):
         values["usage"] = Missing("the log's usage is above 100 %: it is not what it says")
     elif len(usages) == 1:

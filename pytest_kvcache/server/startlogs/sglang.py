@@ -18,9 +18,9 @@ class SglangLog(LogReader):
 
     ENGINE = "sglang"
     TITLE = "SGLang"
-    HINT = re.compile(r"KV [Cc]ache|max_total_num_tokens|ServerArgs|Mamba Cache|max_total_tokens")
+    HINT = re.compile(r"KV [Cc]ache|#retracted|max_total_num_tokens|ServerArgs|Mamba Cache|max_total_tokens")
     SIGN = re.compile(
-        r"\bsglang\b|SGLANG_|derived context_length|mem[-_]fraction[-_]static|#(?:running|queue)-req|\bmax_total_num_tokens=|KV Cache is allocated|[0-9] (?:DP[0-9]+ )?TP[0-9]+\]"
+        r"\bsglang\b|SGLANG_|derived context_length|mem[-_]fraction[-_]static|#(?:running|queue)-req|\bmax_total_num_tokens=|KV Cache is allocated|#retracted_reqs: |is larger than the profiled value|[0-9] (?:DP[0-9]+ )?TP[0-9]+\]"
     )
     VERSION = re.compile(r"\bsglang[ =v]{1,12}([0-9]+\.[0-9][\w.]{0,20})", re.IGNORECASE)
     START = "server_args=ServerArgs("
@@ -39,6 +39,7 @@ class SglangLog(LogReader):
     )
     DTYPE = re.compile(r"KV Cache is allocated\. dtype: ([\w.]{1,40}),")
     STATE = re.compile(rf"Mamba Cache is allocated\.[^\n]{{0,120}}?conv_state size: {FLOAT} ?(GB|GiB), ssm_state size: {FLOAT} ?(?:GB|GiB)")
+    RETRACTED = re.compile(r"Retract requests\.[^\n]{0,80}?#retracted_reqs: ([0-9]{1,9})\b")
     CAPPED = re.compile(rf"max_total_tokens={INT} is larger than the profiled value {INT}")
     RANK = re.compile(r"^\W{0,3}[0-9-]{8,10} [0-9:.,]{5,16}((?: [A-Z]{2,5}[0-9]{1,4}){1,6})\]")
 
@@ -47,10 +48,12 @@ class SglangLog(LogReader):
         self.totals_by_dp: dict[str, tuple[int, int, str]] = {}
         self.pools: dict[str, dict[str, list[tuple[int, float, str]]]] = {}
         self.capped = ""
+        self.retracted: list[int] = []
 
     def restart(self) -> None:
         """Forget the pools of an earlier start."""
         self.totals_by_dp.clear()
+        self.retracted.clear()
         self.pools.clear()
 
     def read(self, line: str) -> Found:
@@ -68,6 +71,10 @@ class SglangLog(LogReader):
             self.score += 2
             self.totals_by_dp[data_rank] = (to_int(match.group(1)), to_int(match.group(2)), line)
         self._pool(line, data_rank, rank)
+        match = self.RETRACTED.search(line)
+        if match is not None:
+            self.score += 1
+            self.retracted.append(int(match.group(1)))
         match = self.CAPPED.search(line)
         if match is not None:
             self.capped = f"--max-total-tokens {match.group(1)} was asked for and the memory bears {match.group(2)}: the smaller figure is in use"
@@ -117,6 +124,12 @@ class SglangLog(LogReader):
         ranks = sum(1 for by_rank in self.pools.values() for pools in by_rank.values() if pools)
         kinds = [len(pools) for by_rank in self.pools.values() for pools in by_rank.values()]
         notes = [self.capped] if self.capped else []
+        if self.retracted:
+            often = "once" if len(self.retracted) == 1 else f"{len(self.retracted):,} times"
+            notes.append(
+                f"the pool was full {often}, requests that were put back (retracted): {sum(self.retracted):,}; one that is put back is computed"
+                " again, which its client sees as a pause"
+            )
         if ranks > len([1 for by_rank in self.pools.values() if any(by_rank.values())]):
             notes.append(f"{ranks} ranks print their pool: the tokens are the same on each and are not added; pool_bytes is of one rank")
         if kinds and max(kinds) > 1:
