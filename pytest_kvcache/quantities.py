@@ -215,6 +215,7 @@ def _known() -> dict[str, Known]:
         "bound.budget": Known(ratio, "lower", "share of the busy time in which requests waited while seats and blocks were free"),
         "stale.seconds": Known(s, "lower", "longest time in which gauges said that requests run and no token moved"),
         "stuck.seconds": Known(s, "lower", "longest time in which requests waited and no token moved"),
+        "held.seconds": Known(s, "lower", "longest time in which something was held while nothing ran or waited"),
         "requests.finished": Known(requests, "", "requests that the engine finished in the window"),
         "preemptions.per_request": Known(ratio, "lower", "preemptions for each request that finished"),
         "endpoint.seen": Known(ratio, "", "tokens that the server counted over those that we received"),

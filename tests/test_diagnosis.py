@@ -144,7 +144,7 @@ def test_the_page_names_every_signal() -> None:
     names = [
         name
         for name in KNOWN
-        if name.split(".")[0] in {"bound", "seats", "stuck", "stale", "endpoint", "served", "nearmax", "slots", "climb", "card"}
+        if name.split(".")[0] in {"bound", "seats", "stuck", "stale", "held", "endpoint", "served", "nearmax", "slots", "climb", "card"}
     ]
     assert len(names) >= 14
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -149,22 +149,30 @@ def _still(seen: Seen) -> dict[str, Value]:
     """Return the longest time in which a server said that requests run, or wait, while no token was counted and none of ours was in flight."""
     import numpy as np
 
-    stale, stuck = 0.0, 0.0
-    told = False
+    stale, stuck, held = 0.0, 0.0, 0.0
+    told = holds = False
     begun, ended = np.sort(seen.rows.sent_s), np.sort(seen.rows.end_s)
     for one in seen.series:
         counters = [column for name in ("prompt_tokens", "generation_tokens") if np.isfinite(column := one.column(name)).any()]
         running, waiting = one.column("running"), one.column("waiting")
+        live = np.searchsorted(begun, one.wall_s, side="right") - np.searchsorted(ended, one.wall_s, side="right")
+        used = one.column(f"used_{seen.levels.counts or 'blocks'}")
+        if np.isfinite(used).any() and np.isfinite(running).any():
+            holds = True
+            idle = (running <= 0) & (np.nan_to_num(waiting) <= 0) & (live <= 0)
+            held = max(held, _longest(one.wall_s, np.zeros(len(used)), idle & (np.nan_to_num(used) > 0)))
         if not counters or not np.isfinite(running).any():
             continue
         told = True
         total = np.sum([np.nan_to_num(column) for column in counters], axis=0)
-        live = np.searchsorted(begun, one.wall_s, side="right") - np.searchsorted(ended, one.wall_s, side="right")
         runs, waits = np.nan_to_num(running) > 0, np.nan_to_num(waiting) > 0
         stale = max(stale, _longest(one.wall_s, total, runs & ~waits & (live <= 0)))
         stuck = max(stuck, _longest(one.wall_s, total, waits))
     lacking = Missing("the server tells no counters of tokens beside its gauges")
     return {
+        "held.seconds": Reading(held, "s", "longest stretch of samples with nothing running or waiting and something held")
+        if holds
+        else Missing("the server does not tell what is held and what runs together"),
         "stale.seconds": Reading(stale, "s", "longest stretch of samples with running requests and no token counted, none of ours in flight")
         if told
         else lacking,
@@ -304,7 +312,8 @@ def _climb(seen: Seen, finished: Value) -> dict[str, Value]:
         return {"climb.tokens": reason, "climb.generated": reason}
     there = column[inside]
     part = max(len(there) // 10, 1)
-    rise = float(np.median(there[-part:]) - np.median(there[:part])) * block
+    # medians of the first and the last tenth lie that much closer together than the ends of the window
+    rise = float(np.median(there[-part:]) - np.median(there[:part])) * block * len(there) / (len(there) - part)
     found: dict[str, Value] = {"climb.tokens": Reading(rise, "tokens", "level at the end of the window less that at its start")}
     if isinstance(generated, Missing):
         found["climb.generated"] = generated

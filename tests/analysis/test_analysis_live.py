@@ -13,6 +13,7 @@ from forwarding_proxy import ROUND_ROBIN, STICKY, ForwardingProxy
 
 from pytest_kvcache.analysis.balance import balance
 from pytest_kvcache.analysis.cards import card_ledgers
+from pytest_kvcache.analysis.findings import find
 from pytest_kvcache.analysis.ledger import HOST, CardLedger
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import FAIL, PASS
@@ -128,5 +129,8 @@ def test_a_sticky_proxy_is_unbalanced_and_a_round_robin_one_is_fair(pair: Sequen
     running = balance(sticky).of("running")
     assert running is not None
     assert running.members[running.lowest] == 0
-    fair = gates.balanced([sound(pair, ROUND_ROBIN, tmp_path)])
+    assert "replica-imbalance" in [finding.id for finding in find(sticky).found]
+    even = sound(pair, ROUND_ROBIN, tmp_path)
+    fair = gates.balanced([even])
     assert fair.verdict == PASS, fair.text
+    assert "replica-imbalance" not in [finding.id for finding in find(even).found]

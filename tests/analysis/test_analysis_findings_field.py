@@ -1,0 +1,164 @@
+"""Field cases of the kinds b, c, d and g: what people met, as Runs with their figures, and what the rules say of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from finding_cases import card, made, on_cards, prefix_run, worker
+from made_run import T0, MadeRun, closed_loop, request, sample, snapshot
+
+from pytest_kvcache.analysis.findings import find
+from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.server.startlogs.memory import read_memory
+
+B05 = (
+    "INFO gpu_worker.py:433] Free memory on device (22.52/23.51 GiB) on startup. Desired GPU memory utilization is (0.8641841836125489, 20.32 GiB). "
+    "Actual usage is 3.61 GiB for weight, 0.59 GiB for peak activation, 0.02 GiB for non-torch memory, and 2.28 GiB for CUDAGraph memory. "
+    "Replace gpu_memory_utilization config with `--kv-cache-memory=14689787392`. Current kv cache memory in use is 17292353024 bytes.\n"
+)
+
+
+def said(analysis: Analysis, baseline: Analysis | None = None) -> dict[str, str]:
+    return {finding.id: finding.text for finding in find(analysis, baseline=baseline).found}
+
+
+def state(pool: int, usage: float, running: float, waiting: float, **more: Any) -> dict[str, Any]:
+    used = round(usage * pool)
+    return {"usage": usage, "used_blocks": float(used), "free_blocks": float(pool - used), "running": running, "waiting": waiting, **more}
+
+
+def test_b05_graphs_on_top_of_a_spent_budget_are_over_utilization(tmp_path: Path) -> None:
+    found = said(on_cards(tmp_path, [card(total=23.51, used=22.6, ours=22.6)], read_memory(B05), 0.8641841836125489))
+    assert "2.28 GiB beyond its share" in found["over-utilization"]
+
+
+def test_b11_equal_inputs_and_another_pool(tmp_path: Path) -> None:
+    before = made(tmp_path / "1", usable=10_000)
+    assert "pool-changed" in said(made(tmp_path / "2", usable=9_800), before)
+    assert "pool-changed" not in said(made(tmp_path / "3", usable=9_950), before), "half a percent is no race with a neighbour"
+
+
+def test_b11_a_neighbour_that_started_at_the_same_time_is_foreign_memory(tmp_path: Path) -> None:
+    found = said(on_cards(tmp_path, [card(used=78, ours=60, others=18)], [worker(pool=38, weights=16)]))
+    assert "18.00 GiB" in found["foreign-memory"]
+    assert "squeezed-pool" in found
+
+
+def test_c05_seventeen_tokens_in_blocks_of_sixteen(tmp_path: Path) -> None:
+    rows = closed_loop(users=8, prompt=17, output=3)
+    found = said(made(tmp_path / "a", rows))
+    assert "fragments" in found
+    assert "empty ends of last blocks" in found["fragments"]
+    long = [request(i, 0.01 * i, prompt=400, output=20, length_s=3.0) for i in range(4)]
+    assert "fragments" not in said(made(tmp_path / "b", long))
+
+
+def test_c10_a_cache_of_reusable_blocks_is_no_leak_and_no_finding(tmp_path: Path) -> None:
+    rows = [request(i, 0.5 * i, prompt=100, length_s=0.4, prefix_id="same", prefix_tokens=96) for i in range(8)]
+    found = said(prefix_run(tmp_path, rows, 7 * 96.0, caching=True))
+    assert "leak" not in found
+    assert "prefix-cache-off" not in found
+    assert "prefix-cache-thrashing" not in found
+
+
+def test_c11_gauges_that_stay_up_after_idle_are_stale_and_no_leak(tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        return state(127, 0.6, 24.0, 0.0, generation_tokens=5000.0) if i > 4.5 * 2 else {"generation_tokens": 100.0 * i}
+
+    found = said(made(tmp_path, None, each, seconds=35, hz=2))
+    assert "stale-gauge" in found
+    assert "leak" not in found
+
+
+def test_c17_a_storm_that_shows_as_a_better_hit_rate(tmp_path: Path) -> None:
+    rows = [request(i, 0.01 * i, length_s=3.0, prefix_id=f"own{i}", prefix_tokens=100) for i in range(20)]
+    found = said(prefix_run(tmp_path, rows, 644.0, caching=True, preemptions=40.0))
+    assert {"preemption-storm", "recomputed-hits"} <= set(found)
+
+
+def test_d01_one_answer_without_an_end_is_no_leak(tmp_path: Path) -> None:
+    pool = 1_180_000 // 16
+
+    def each(i: int) -> dict[str, Any]:
+        tokens = 70_800 + 118.0 * i
+        return state(
+            pool, tokens / 1_180_000, 1.0, 0.0, generation_tokens=118.0 * i, prompt_tokens=0.0, finished=0.0, used_blocks=float(tokens // 16)
+        )
+
+    found = said(made(tmp_path, (), each, seconds=120, hz=1, usable=pool, before={"max_model_len": 131_072}))
+    assert "runaway-generation" in found
+    assert "leak" not in found
+    assert "tokens/s" in found["runaway-generation"]
+
+
+def test_d02_99_percent_for_hours_with_tokens_coming_is_saturation(tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        return state(20_000, 0.992 - 0.0001 * i, 34 - i // 8, 18 + i // 2, generation_tokens=756.7 * i, prompt_tokens=9.0, preemptions=float(i))
+
+    found = said(made(tmp_path, (), each, seconds=60, hz=1, usable=20_000, after={"preemptions": 60.0}))
+    assert {"kv-bound", "preemption-storm"} <= set(found)
+    assert not {"leak", "stuck-queue", "stale-gauge", "lonely-percentage"} & set(found)
+
+
+def test_d04_blocks_of_aborted_loads_that_never_come_back(tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        return state(127, 0.4, 0.0, 0.0) if i > 42 else {}
+
+    found = said(made(tmp_path / "run", None, each, seconds=12, after={"used_blocks": 51.0, "usage": 0.4}))
+    assert "51 blocks stayed held" in found["leak"]
+    passing = said(made(tmp_path / "passing", (), state(127, 0.4, 0.0, 0.0), seconds=60, hz=1, after={"used_blocks": 51.0, "usage": 0.4}))
+    assert "held for 59.00 s" in passing["leak"]
+
+
+def test_d05_waiting_with_an_empty_pool_is_stuck_whatever_the_probes_say(tmp_path: Path) -> None:
+    found = said(made(tmp_path, (), state(2047, 0.0, 0.0, 6.0, generation_tokens=900.0, prompt_tokens=50.0), seconds=60, hz=1, usable=2047))
+    assert next(iter(found)) == "stuck-queue"
+
+
+def test_d07_a_short_prompt_that_pins_a_quarter_of_the_pool(tmp_path: Path) -> None:
+    pool = 356_667 // 16
+    rows = [request(i, i * 2.0, prompt=2400, output=100, length_s=1.8) for i in range(4)]
+
+    def each(i: int) -> dict[str, Any]:
+        live = any(row.sent_s <= T0 - 0.3 + i / 10 < row.end_s for row in rows)
+        return state(pool, 0.255 * live, float(live), 0.0)
+
+    found = said(made(tmp_path, rows, each, seconds=8.2, usable=pool))
+    assert "fixed-slice" in found
+    assert "90," in found["fixed-slice"], "about 90,900 tokens a request: three fit, and not the 148 that tokens over pool would say"
+
+
+def test_d13_one_long_answer_before_fourteen_is_no_hang(tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        return state(20_000, 0.765 + 0.0001 * i, 1.0, 14.0, generation_tokens=5.4 * i)
+
+    found = said(made(tmp_path, (), each, seconds=30, hz=1, usable=20_000))
+    assert "waiting-beside-free" in found
+    assert "stuck-queue" not in found
+    capped = said(made(tmp_path / "capped", (), each, seconds=30, hz=1, usable=20_000, before={"max_num_seqs": 1}))
+    assert "seat-bound" in capped
+
+
+@pytest.mark.parametrize(("spread", "uneven"), [((0.85, 0.17), True), ((0.52, 0.50), False)])
+def test_g01_a_mean_of_51_percent_may_be_one_replica(spread: tuple[float, float], uneven: bool, tmp_path: Path) -> None:
+    found = said(made(tmp_path, (), lambda server: state(127, spread[server], 10 * spread[server], 0.0), servers=2))
+    assert ("replica-imbalance" in found) is uneven
+
+
+def test_g05_ranks_that_differ_by_half_a_percent_are_alike(tmp_path: Path) -> None:
+    cards = [card(number, used=60 + 0.1 * number, ours=60 + 0.1 * number) for number in range(4)]
+    assert "gpu-imbalance" not in said(on_cards(tmp_path, cards, [worker(number, pool=7.2, weights=50) for number in range(4)]))
+
+
+def test_data_parallel_ranks_of_which_one_is_full_are_uneven(tmp_path: Path) -> None:
+    """Field case C14: averages over idle ranks hide the full one."""
+    rows = closed_loop()
+    samples = []
+    for i in range(44):
+        ranks = {"0": state(127, 0.9, 8.0, 0.0), "1": state(127, 0.05, 1.0, 0.0)}
+        samples.append(msgspec.structs.replace(sample(rows, T0 - 0.2 + i / 10), ranks=ranks))
+    run = MadeRun(rows=rows, samples=samples, before=[snapshot(T0 - 0.5)]).write(tmp_path / "1-normal")
+    assert "replica-imbalance" in said(analyse(run))
