@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvcache.load.arrivals import PROCESSES, SHAPES
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.load.arrivals import PROCESSES, SHAPES, is_listed, parse_stages, total_s
 from pytest_kvcache.load.contract import ProfileOption
 from pytest_kvcache.load.prompts import SOURCES
 
@@ -107,6 +110,44 @@ class Knobs:
         return min(LONGEST_RAMP_S, length_s / 10) if length_s > 0 else LONGEST_RAMP_S
 
 
+class Unasked(int):
+    """The time of a run in seconds where nobody gave -t: stages that hold times of their own last longer than that."""
+
+
+class OuterBound(float):
+    """Locust's own -t in seconds, late enough that the load itself ends first; it reads as the length of the load."""
+
+    def __new__(cls, length_s: float, more_s: float) -> OuterBound:
+        """Return ``length_s + more_s``, which is shown as ``length_s``."""
+        bound = super().__new__(cls, length_s + more_s)
+        bound.length_s = length_s
+        return bound
+
+    length_s: float
+
+    def __str__(self) -> str:
+        return f"{self.length_s:g}"
+
+
+def own_clock(options: Any, spare_s: float) -> None:
+    """Let a load that was started by hand last as long as was asked for, from its begin on.
+
+    Locust counts -t from before the preparation, on a clock that is late by the time of its imports: a load of 30 s would last 28. So -t becomes
+    the load's own length, and Locust's clock only bounds the whole, ``spare_s`` later. Stages with times of their own need no -t.
+    """
+    asked = options.run_time
+    if not asked:
+        return
+    length_s = float(options.kv_duration_s)
+    if not isinstance(asked, Unasked):
+        length_s = min(float(asked), length_s or math.inf)
+    elif not length_s and is_listed(str(options.kv_stages)):
+        with contextlib.suppress(UsageError):  # it is told when the load starts
+            length_s = total_s(parse_stages(str(options.kv_stages), 1.0, 0.0))
+    options.kv_duration_s = length_s or float(asked)
+    options.run_time = OuterBound(options.kv_duration_s, spare_s)
+
+
 def flag(name: str) -> str:
     """Return the flag of an option: ``output_tokens`` is ``--kv-output-tokens``."""
     return "--kv-" + name.replace("_", "-")
@@ -147,7 +188,7 @@ def declare(parser: Any, options: Iterable[ProfileOption], defaults: Mapping[str
         web_host="127.0.0.1",
         master_bind_host="127.0.0.1",
         stop_timeout=STOP_TIMEOUT_S,
-        run_time=BY_HAND_RUN_TIME_S,
+        run_time=Unasked(BY_HAND_RUN_TIME_S),
         num_users=defaults["users"],
         spawn_rate=min(100, max(1, defaults["users"])),
     )

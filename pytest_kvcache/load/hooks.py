@@ -19,7 +19,7 @@ from pytest_kvcache.load import contract, flags
 from pytest_kvcache.load.arrivals import level_at, parse_stages
 from pytest_kvcache.load.link import Link
 from pytest_kvcache.load.listening import listen
-from pytest_kvcache.load.master import MasterSession
+from pytest_kvcache.load.master import PREPARE_S, MasterSession
 from pytest_kvcache.load.numbers import be_exact
 from pytest_kvcache.load.session import LoadSession, Shape
 from pytest_kvcache.load.target import Handed, handed_over
@@ -116,6 +116,8 @@ def _met(environment: Any, runner: Any, web_ui: Any = None, **_: Any) -> None:
         from pytest_kvcache.load.panel import Panel
 
         state.panel = Panel(environment, web_ui)
+        if environment.parsed_options.headless:
+            flags.own_clock(environment.parsed_options, PREPARE_S)
     if isinstance(runner, WorkerRunner):
         _lay_line(runner)
     elif isinstance(runner, MasterRunner):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 
 IDS = "ids"
@@ -23,6 +24,7 @@ SOURCES = (IDS, TOKENIZE, CALIBRATED, ESTIMATED)
 
 # Text starts with a word that never changes: some templates strip the blank before the first word, which changes its tokens.
 LEAD = "List:"
+MOST_WORDS = 20_000_000
 
 _EVERYDAY = """
 apple bread butter cake cheese cherry coffee corn cream egg fish flour fruit garlic grape honey juice lemon lime meat milk onion orange
@@ -182,6 +184,11 @@ class PromptSource:
         return (self.vocabulary.system or 0) * roles.count(SYSTEM) + (self.vocabulary.pair or 0) * roles.count(ASSISTANT)
 
     def _indexes(self, count: int, parts: tuple[object, ...]) -> bytes:
+        if count > MOST_WORDS:
+            raise UsageError(
+                f"a prompt of {count:,} words is longer than any server takes",
+                hint="name the longest context with --kv-max-model-len, or a shorter length",
+            )
         key = "/".join((self.nonce, *map(str, parts)))
         return hashlib.shake_128(key.encode()).digest(count)
 

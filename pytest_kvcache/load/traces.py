@@ -36,6 +36,7 @@ _OUTPUTS = ("output_length", "output_tokens", "completion_tokens", "generatedtok
 _BLOCKS = (512, 16, 32, 64, 128, 256, 1024, 2048)
 _LINE_LIMIT = 4 * 2**20
 _PAST = 10_000
+_MOST = 1e15
 
 
 class Recorded(NamedTuple):
@@ -175,6 +176,8 @@ def _with_prefixes(requests: list[Recorded]) -> list[Recorded]:
 def _format_of(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(65_536).lstrip(b"\xef\xbb\xbf \r\n\t")
+    if not head:
+        raise UsageError("the trace is empty", where=str(path))
     line = head.split(b"\n", 1)[0].decode("utf-8", "replace").lower()
     if head[:1] == b"[":
         return SHAREGPT
@@ -206,7 +209,7 @@ def _json_lines(path: Path) -> Iterator[Recorded]:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 row = None
             if not isinstance(row, dict):
-                raise UsageError(f"line {number} is no JSON object", where=str(path))
+                raise UsageError(f"line {number} is no JSON object", where=str(path), hint="one request a line")
             yield _of(row, number, path)
 
 
@@ -216,9 +219,11 @@ def _of(row: dict[str, Any], number: int, path: Path) -> Recorded:
     def of(names: Iterable[str], what: str) -> float:
         for name in names:
             value = low.get(name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _MOST:
                 return float(value)
-        raise UsageError(f"line {number} has no {what}", where=str(path), hint=f"one of {', '.join(names)}")
+        found = next((f"{name} {low[name]!r}"[:60] for name in names if name in low), "")
+        hint = "a number from 0 on" if found else f"one of {', '.join(names)}"
+        raise UsageError(f"line {number} has no {what}{f': {found}' if found else ''}", where=str(path), hint=hint)
 
     ids = low.get("hash_ids")
     prefix = low.get("prefix_id")
@@ -255,9 +260,13 @@ def _csv(path: Path, form: str) -> Iterator[Recorded]:
                 continue
             try:
                 at_s = float(row[time_at]) if form == BURSTGPT else _unix_s(row[time_at])
-                yield Recorded(at_s, int(float(row[prompt_at])), int(float(row[output_at])))
+                prompt, output = int(float(row[prompt_at])), int(float(row[output_at]))
+                if not (abs(at_s) < _MOST and 0 <= prompt < _MOST and 0 <= output < _MOST):
+                    raise ValueError("out of bounds")
             except (ValueError, IndexError, OverflowError):
-                raise UsageError(f"line {lines.line_num} cannot be read: {','.join(row)[:80]!r}", where=str(path)) from None
+                what = f"line {lines.line_num} cannot be read: {','.join(row)[:80]!r}"
+                raise UsageError(what, where=str(path), hint="it needs a time and two numbers of tokens from 0 on") from None
+            yield Recorded(at_s, prompt, output)
 
 
 def _unix_s(text: str) -> float:
@@ -283,7 +292,7 @@ def _sharegpt(path: Path, count: Callable[[str], int] | None) -> tuple[Iterator[
         try:
             found = [msgspec.json.decode(line) for line in raw.splitlines() if line.strip()]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise UsageError("the file is no JSON", where=str(path)) from None
+            raise UsageError("the file is no JSON", where=str(path), hint="a list of conversations, or one a line") from None
     exact = count is not None and getattr(count, "exact", True)
     notes = [] if exact else ["the server counts no tokens of a text: the lengths of the trace are 4 tokens for 3 words"]
     counted = count or (lambda text: max(1, round(len(text.split()) * 4 / 3)))
@@ -292,7 +301,7 @@ def _sharegpt(path: Path, count: Callable[[str], int] | None) -> tuple[Iterator[
         for one in found if isinstance(found, list) else ():
             said = one.get("conversations") if isinstance(one, dict) else None
             texts = [
-                (str(turn.get("from", turn.get("role"))), str(turn.get("value", turn.get("content", ""))))
+                (str(turn.get("from", turn.get("role"))), str(turn.get("value", turn.get("content")) or ""))
                 for turn in said or ()
                 if isinstance(turn, dict)
             ]

@@ -55,6 +55,8 @@ def test_headless_by_hand_needs_an_address_and_nothing_else(tmp_path: Path) -> N
     (path,) = tmp_path.glob("reports/*-locust-longctx/requests.jsonl")
     load = read_load(path)
     assert load.complete
+    assert load.reason == contract.BY_DURATION
+    assert load.ends[0].ran_s >= 2.0  # -t is the length of the load, without its preparation
     rows = list(read_rows(path))
     assert {row.outcome for row in rows} == {contract.OK}
     assert all(row.prompt_tokens == row.prompt_tokens_planned and 2048 <= (row.prompt_tokens or 0) <= 3277 for row in rows)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.load.draws import Draw
 from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 from pytest_kvcache.load.prompts import ESTIMATED, IDS, LEAD, TOKENIZE, WORDS, PromptSource, Vocabulary, made_up_words
@@ -39,6 +40,12 @@ def test_a_prompt_of_text_counts_what_the_server_adds(tokens: int, number: int) 
 
 def test_a_prompt_too_short_for_what_the_server_adds_says_its_real_length() -> None:
     assert PromptSource(BY_TEXT, "n").make(3, 1).planned_tokens == 8
+
+
+def test_a_length_that_no_server_takes_is_refused_before_memory_is_full() -> None:
+    for before in ((), (Part(10**9, "shared"),)):
+        with pytest.raises(UsageError, match="1,000,000,000 words is longer than any server takes"):
+            PromptSource(BY_IDS, "n").make(10**9 if not before else 0, 1, before=before)
 
 
 def test_estimated_lengths_follow_the_rate_and_say_that_they_are_estimates() -> None:

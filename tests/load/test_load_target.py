@@ -124,6 +124,29 @@ def test_options_are_read_with_their_types_and_addresses_are_parted() -> None:
     assert (knobs.profile_options["margin"], knobs.think_s, knobs.keep_text, knobs.api) == (3, 0.5, True, "chat")
 
 
+@pytest.mark.parametrize(
+    ("words", "length_s"),
+    [
+        ([], 300),
+        (["--kv-duration-s=20"], 20),
+        (["--kv-duration-s=900"], 900),
+        (["--kv-stages=10m:2,1m:4-8"], 660),
+        (["--kv-stages=ramp"], 300),
+        (["--kv-stages=10m:nonsense"], 300),
+    ],
+)
+def test_a_load_by_hand_lasts_as_long_as_was_asked_for_from_its_begin_on(words: list[str], length_s: float) -> None:
+    options = parser().parse_args(words)
+    flags.own_clock(options, 100.0)
+    assert options.kv_duration_s == length_s
+    assert options.run_time == length_s + 100
+    assert f"{options.run_time}" == f"{length_s:g}"  # as Locust says it
+    asked = parser().parse_args(words)
+    asked.run_time = 7  # -t wins where it is shorter
+    flags.own_clock(asked, 100.0)
+    assert asked.kv_duration_s == 7
+
+
 @pytest.mark.parametrize("word", ["--kv-margin=x", "--kv-think-s=-1", "--kv-requests=nan", "--kv-api=telnet", "--kv-think-s=inf"])
 def test_values_that_cannot_be_meant_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
