@@ -125,8 +125,14 @@ class LoadFile:
 
     @property
     def complete(self) -> bool:
-        """Whether every worker wrote its planned end and every row that it counted is there."""
-        return not self.broken and bool(self.ends) and self.reason in PLANNED_ENDS and sum(end.rows for end in self.ends) == self.rows
+        """Whether the load began, every worker wrote its planned end, and every row that it counted is there."""
+        return (
+            not self.broken
+            and self.start is not None
+            and bool(self.ends)
+            and self.reason in PLANNED_ENDS
+            and sum(end.rows for end in self.ends) == self.rows
+        )
 
 
 def read_load(path: Path) -> LoadFile:

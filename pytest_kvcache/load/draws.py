@@ -14,6 +14,7 @@ from statistics import NormalDist
 from pytest_kvcache.errors import UsageError
 
 _MOST_BINS = 100_000
+_HINT = "write lengths and their weights as 100-200:60,4000:5, or a file of low,high,weight"
 _NORMAL = NormalDist()
 
 
@@ -43,13 +44,12 @@ def parse_histogram(text: str) -> Histogram:
                 continue
             numbers = []
         if len(numbers) not in (2, 3) or not all(0 <= number < 1e9 for number in numbers) or numbers[0] < 1 or numbers[-2] < numbers[0]:
-            raise UsageError(
-                f"{part.strip()[:60]!r} is no part of a histogram", hint="write lengths as 100-200:60,4000:5, or a file of low,high,weight"
-            )
+            raise UsageError(f"{part.strip()[:60]!r} is no part of a histogram", hint=_HINT)
         weighed.append((int(numbers[0]), int(numbers[-2]), numbers[-1]))
     total = sum(weight for _, _, weight in weighed)
     if not total > 0 or len(parts) > _MOST_BINS:
-        raise UsageError("the histogram holds nothing" if not total > 0 else f"a histogram has {_MOST_BINS} parts at most")
+        what = "the weights of the histogram add up to nothing" if not total > 0 else f"a histogram has {_MOST_BINS:,} parts at most"
+        raise UsageError(what, where=text[:60], hint=_HINT)
     passed, bins = 0.0, []
     for low, high, weight in weighed:
         passed += weight

@@ -21,6 +21,7 @@ import msgspec
 from pytest_kvcache.errors import Broken, CannotWrite, KvError, UsageError
 from pytest_kvcache.load import contract, link
 from pytest_kvcache.load.flags import Knobs
+from pytest_kvcache.load.lags import call_at
 from pytest_kvcache.load.ordering import put_in_order
 from pytest_kvcache.load.prepare import failure_text
 from pytest_kvcache.load.provenance import argv
@@ -174,7 +175,7 @@ class MasterSession:
         )
         self.begun_s = begin_s - self._base_s
         if self.length_s > 0:
-            self._greenlets.append(gevent.spawn_later(HEAD_START_S + self.length_s, self.stop, contract.BY_DURATION))
+            self._greenlets.append(call_at(self.begun_s + self.length_s, self.stop, contract.BY_DURATION))
 
     def _put_early(self, rows: RowsFile) -> None:
         """Write what workers noted before the start line."""

@@ -147,7 +147,19 @@ def make_loop(session: LoadSession) -> OpenLoop | None:
             raise UsageError("--kv-burstiness must be above 0", hint="1 is Poisson, 0.25 is uneven, 4 is even")
         stages = session.stages or (Stage(math.inf, knobs.rate, knobs.rate),)
         plan = partial(arrivals, knobs.arrivals, stages, knobs.seed, burstiness=knobs.burstiness, burst_size=max(1, knobs.burst_size))
-    return OpenLoop(session, list(classes), plan, max(1, knobs.max_in_flight))
+    room = open_files()
+    most = min(knobs.max_in_flight, room - SPARE_FILES) if room else knobs.max_in_flight
+    return OpenLoop(session, list(classes), plan, max(1, most))
+
+
+def _left_over(session: LoadSession) -> list[str]:
+    """Tell what of a schedule of the profile's own (a trace) lies behind the end of the load."""
+    loop, length_s = session.loop, session.length_s()
+    if loop is None or session.knobs.rate or length_s <= 0:
+        return []
+    whole, within = loop.scheduled(0.0), loop.scheduled(length_s)
+    what = f"the load ends after {length_s:g} s: only {within:,} of {whole:,} scheduled requests start before that (-t, --kv-duration-s)"
+    return [what] if within < whole else []
 
 
 def write_start(session: LoadSession) -> None:
@@ -189,7 +201,10 @@ def write_start(session: LoadSession) -> None:
     }
     rows.put(LoadStart(session.now_s(), session.shape.profile, session.worker, knobs.seed, options, versions(), argv()))
     rows.put(LoadNote(session.now_s(), "prepared", "what the preparation asked of the server", prepared.spent))
-    for note in prepared.notes:
+    if session.max_model_len and session.output_tokens >= session.max_model_len:
+        what = f"answers of {session.output_tokens:,} tokens do not fit the longest context of {session.max_model_len:,}: they will be clamped or refused"
+        prepared.notes.append(what)
+    for note in (*prepared.notes, *_left_over(session)):
         session.note("prepared", note)
         session.say(note)
     session.say(

@@ -20,7 +20,7 @@ from pytest_kvcache.errors import Broken, CannotWrite, KvError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.arrivals import Stage, is_listed, total_s
 from pytest_kvcache.load.flags import Knobs
-from pytest_kvcache.load.lags import Lags
+from pytest_kvcache.load.lags import Lags, call_at
 from pytest_kvcache.load.link import MASTER_GONE_S, Link
 from pytest_kvcache.load.opening import learn, make_loop, open_rows, stages_of, write_start
 from pytest_kvcache.load.pieces import RowsSender
@@ -143,10 +143,10 @@ class LoadSession:
         self.t0_s = self.begun_s
         self._cpu_start_s = time.process_time()
         self._began_s = monotonic()
+        gevent.get_hub().loop.update_now()  # its clock stood still while the preparation computed: timers would fire early
         self._spawn(self._beat)
         if self.length_s() > 0:
-            until_s = self.begun_s + self.length_s()
-            self._greenlets.append(gevent.spawn_later(max(0.0, until_s - monotonic()), self.stop, contract.BY_DURATION))
+            self._greenlets.append(call_at(self.begun_s + self.length_s(), self.stop, contract.BY_DURATION))
         self._end_by_count()
 
     def length_s(self) -> float:
@@ -162,9 +162,11 @@ class LoadSession:
     @property
     def planned_users(self) -> int:
         """How many users the load is to reach in its closed loop; 0 where its loop is open."""
+        if self.knobs.rate or self.loop is not None:
+            return 0
         users = int(getattr(self.environment.runner, "target_user_count", 0) or 0)
         highest = max((max(stage.first, stage.last) for stage in self.stages), default=0.0)
-        return 0 if self.loop is not None else max(users, round(highest))
+        return max(users, round(highest))
 
     # during the load
 
@@ -342,11 +344,11 @@ class LoadSession:
             self.link.went.set()
 
     def stopping(self) -> None:
-        """Locust begins to stop the users: nothing is to be done before."""
+        """Locust begins to stop the users: nothing is to be done."""
 
     def interrupted(self) -> None:
         """Locust quits while the load runs: a signal. What is in flight gets two seconds."""
-        if self.active and not self.reason:
+        if self.rows is not None and not self.reason:
             self.halted(contract.BY_SIGNAL)
         self.environment.stop_timeout = min(self.environment.stop_timeout or 0.0, SIGNAL_STOP_S)
 
@@ -390,10 +392,8 @@ class LoadSession:
 
     def say(self, text: str) -> None:
         """Print a line of ours to stderr; of several workers only the master speaks."""
-        if self.link is not None:
-            return
-        sys.stderr.write(f"pytest-kvcache: {text}\n")
-        sys.stderr.flush()
+        if self.link is None:
+            print(f"pytest-kvcache: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _spawn(self, function: Callable[..., None], *arguments: object) -> None:
         self._greenlets.append(gevent.spawn(function, *arguments))

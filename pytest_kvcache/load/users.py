@@ -24,6 +24,7 @@ from locust import FastHttpUser, task
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_STOPPING
 
+from pytest_kvcache.errors import KvError
 from pytest_kvcache.load import contract, files
 from pytest_kvcache.load.contract import ProfileOption
 from pytest_kvcache.load.draws import Draw, Histogram
@@ -138,12 +139,11 @@ class KvUser(FastHttpUser):
         if session is None or number is None or self._sender is None:
             raise StopUser
         try:
-            plan = self._next(session)
-        except Exception:
-            session.dropped()
-            raise
-        key = f"{self._talk_key}/{self._turn}"
-        ended = self._sender.send(number, plan.lane or self.lane, plan, key, self._ready_s)
+            plan = self._planned(session)
+            ended = self._sender.send(number, plan.lane or self.lane, plan, f"{self._talk_key}/{self._turn}", self._ready_s)
+        except KvError as error:
+            session.task_failed(error)  # the user's mistake: said once, and without Locust's traceback
+            raise StopUser from None
         wait_s = session.knobs.think_s if plan.think_s is None else plan.think_s
         if ended.outcome in _BACK_OFF:
             wait_s = max(wait_s, session.knobs.backoff_s)
@@ -157,6 +157,13 @@ class KvUser(FastHttpUser):
         if loop is not None and not loop.taken:
             loop.run(lambda: bool(session.reason) or not session.active or self._state == LOCUST_STATE_STOPPING)
         raise StopUser
+
+    def _planned(self, session: LoadSession) -> Plan:
+        try:
+            return self._next(session)
+        except Exception:
+            session.dropped()
+            raise
 
     def _next(self, session: LoadSession) -> Plan:
         """Return the next request of the conversation, or the first of a new one."""

@@ -82,6 +82,28 @@ def test_no_address_and_nobody_there_are_one_message_each(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+def test_an_option_that_cannot_be_meant_is_one_message_and_no_traceback(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        done = run(tmp_path, "normal", "--headless", "-t", "9", "-H", server.url, "--kv-histogram", "100:0,200:0", "--kv-rows", "r.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.count("the weights of the histogram add up to nothing") == 1
+    assert "Traceback" not in done.stderr
+    load = read_load(tmp_path / "r.jsonl")
+    assert (load.complete, load.reason) == (False, contract.BY_FAILURE)
+
+
+def test_a_signal_while_the_server_is_asked_leaves_no_load_that_came_to_its_end(tmp_path: Path) -> None:
+    rows = tmp_path / "r.jsonl"
+    with ScriptedServer(faults=["slow=20"]) as server:
+        command = words("normal", "--headless", "-t", "30", "-H", server.url, "--kv-rows", str(rows))
+        with subprocess.Popen(command, cwd=tmp_path, env=clean(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+            wait_for(lambda: rows.exists() and len(server.seen) > 0)
+            process.terminate()
+            process.wait(30)
+    load = read_load(rows)
+    assert (load.reason, load.complete) == (contract.BY_SIGNAL, False)
+
+
 def test_a_full_disk_ends_the_load_with_a_message(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         done = run(tmp_path, "normal", "--headless", "-t", "20", "-H", server.url, "--kv-rows", "/dev/full")

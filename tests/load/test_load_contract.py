@@ -41,6 +41,7 @@ def test_only_a_planned_end_with_all_rows_makes_a_file_complete(tmp_path: Path) 
     assert not is_complete(write(path, START, *rows))
     assert not is_complete(write(path, START, *rows, LoadEnd(1.0, 3, contract.BY_DURATION)))
     assert not is_complete(write(path, START, rows[0], LoadEnd(1.0, 2, contract.BY_DURATION)))
+    assert not is_complete(write(path, LoadEnd(1.0, 0, contract.BY_STOP)))  # it never began
 
 
 def test_rows_before_a_cut_last_line_stay_readable(tmp_path: Path) -> None:

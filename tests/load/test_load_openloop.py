@@ -101,6 +101,17 @@ def test_stages_of_a_rate_put_requests_where_they_belong(tmp_path: Path) -> None
     assert 18 <= sum(offset >= 0.99 for offset in offsets) <= 20
 
 
+def test_stages_of_a_rate_are_no_users_and_a_schedule_without_end_does_not_shorten_the_load(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        # a hundred thousand a second: nobody opens so many connections, and counting them takes a moment that the load does not lose
+        result, rows = press(server, tmp_path, duration_s=1.0, rate=2, stages="1s:0,5s:100000", max_in_flight=20)
+        again, _ = press(server, tmp_path / "again", duration_s=1.0, rate=1e7, max_in_flight=2)
+    assert (result.complete, len(rows)) == (True, 0)
+    assert again.complete
+    ends = read_load(again.rows_path).ends
+    assert ends[0].ran_s >= 1.0
+
+
 def test_stages_of_users_are_followed_by_locust(tmp_path: Path) -> None:
     with ScriptedServer(ttft_s=0.05) as server:
         result, rows = press(server, tmp_path, duration_s=0, users=1, stages="2s:1,3s:4")

@@ -190,3 +190,13 @@ def test_a_trace_that_is_not_there_fails_before_anything_is_sent(tmp_path: Path)
         replay(server, tmp_path, "nowhere.csv")
     with ScriptedServer() as server, pytest.raises(LoadFailed, match="which trace"):
         run_load([parse_endpoint(server.url, Settings())], "trace", tmp_path, duration_s=1)
+
+
+def test_what_of_a_trace_lies_behind_the_end_of_the_load_is_told(tmp_path: Path) -> None:
+    trace = tmp_path / "long.jsonl"
+    trace.write_text("".join(f'{{"t": {at}, "prompt_tokens": 20, "output_tokens": 2}}\n' for at in (0, 0.1, 1000)))
+    with ScriptedServer() as server:
+        result = run_load([parse_endpoint(server.url, Settings())], "trace", tmp_path, duration_s=0.6, options={"trace": str(trace)})
+    load = read_load(result.rows_path)
+    assert (load.rows, load.reason) == (2, contract.BY_DURATION)
+    assert any("only 2 of 3 scheduled requests start before that" in note.text for note in load.notes)
