@@ -9,8 +9,12 @@ from pathlib import Path
 import msgspec
 
 from pytest_kvcache.errors import CannotWrite
-from pytest_kvcache.measure import Planned, run_folder
+from pytest_kvcache.measure import Planned, Target, run_folder
+from pytest_kvcache.observe.scrape import take_snapshot
+from pytest_kvcache.quality.items import Item, standard_items
+from pytest_kvcache.quantities import Reading, Value
 from pytest_kvcache.runfolder import Run, write_run
+from pytest_kvcache.settings import Settings
 
 
 def copy_runs(runs: Sequence[Run], session: Path, side: str) -> list[Run]:
@@ -36,3 +40,12 @@ def planned_of(runs: Sequence[Run], named: Collection[str]) -> list[Planned]:
             fields = {name: numbers.pop(name, 0) for name in ("users", "duration_s", "output_tokens", "requests")}
             found.setdefault(run.record.profile, Planned(run.record.profile, **fields, options=numbers))
     return list(found.values())
+
+
+def items_beside(target: Target, before: Sequence[Run], settings: Settings) -> list[Item]:
+    """Return the standard items for a ready target: on the boundaries of its own blocks, and of those of the side before, so that they pair."""
+    first = target.endpoints[0]
+    told: list[Value] = [take_snapshot(first, target.dialects[0], first.log, timeout_s=settings.scrape_timeout_s).value("block_size")]
+    told += [run.record.config["block_size"].to_value() for run in before if run.record.profile == "quality" and "block_size" in run.record.config]
+    sizes = {int(value.number()) for value in told if isinstance(value, Reading)}
+    return standard_items(first, block_sizes=sorted(sizes))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache import __version__, diagnosis, gating, options, planning
+from pytest_kvcache import __version__, diagnosis, gating, options, planning, qualifying
 from pytest_kvcache.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ LOAD = (
 OUTPUT = ("reports", "name")
 BOUNDS = ("max_usage", "min_free")
 JUDGE = (
-    "usage_margin", "ttft_margin", "throughput_margin", "rare_margin", "quality_min", "quality_margin", "quality_items", "windows", "repeats",
+    "usage_margin", "ttft_margin", "throughput_margin", "rare_margin", "quality_min", "quality_margin", "quality_items", "quality_pressure",
+    "quality_probes", "quality_tasks", "quality_tasks_dir", "quality_tasks_limit", "windows", "repeats",
     "resume", "expect_change",
 )  # fmt: skip
 
@@ -94,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         OUTPUT,
     )
     gating.add_gate_arguments(gate)
+    qualifying.add_arguments(add("quality", qualifying.run_quality, "judge the answers of two sides item by item, also of lm-evaluation-harness"))
     gating.add_schema_arguments(add("schema", gating.run_schema, "print the JSON Schema of verdict.json or of another record"))
     inspect = add(
         "inspect",

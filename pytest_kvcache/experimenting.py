@@ -34,7 +34,7 @@ QUALITY = -1
 # What may differ between the halves of a broken experiment: where things are written, how they are judged, and how many repeats are wanted.
 _MEASURING = (
     "model", "engine", "engine_from", "api", "header", "extra_body", "gpus", "users", "duration_s", "seed", "output_tokens", "reset_cache", "sample_hz",
-    "request_timeout_s", "quality_items", "metrics_url", "load_processes", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option",
+    "request_timeout_s", "quality_items", "quality_pressure", "quality_probes", "quality_tasks", "quality_tasks_limit", "metrics_url", "load_processes", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option",
 )  # fmt: skip
 
 

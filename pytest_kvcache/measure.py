@@ -20,9 +20,12 @@ from pytest_kvcache.machine import machine_facts, version_facts
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import take_snapshot_raw
 from pytest_kvcache.planned import Planned, Target, Window
+from pytest_kvcache.quality.agreement import ask_agreement, choose_probes
 from pytest_kvcache.quality.ask import ask_items
+from pytest_kvcache.quality.harness import ask_tasks
 from pytest_kvcache.quality.items import Item
-from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, SnapshotRecord, StartMemory, ValueRecord
+from pytest_kvcache.quality.pressure import Pressing, ask_under_pressure, read_pressures
+from pytest_kvcache.records import SCHEMA_VERSION, PressureRecord, RunRecord, SnapshotRecord, StartMemory, ValueRecord
 from pytest_kvcache.runfolder import Run, write_atomic, write_run
 from pytest_kvcache.server.endpoint import complete
 from pytest_kvcache.server.shown import shown_settings
@@ -253,6 +256,7 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
     before, raw = _snapshots(target, settings.scrape_timeout_s)
     write_atomic(folder / "metrics-before.prom", raw)
     raised: BaseException | None = None
+    pressure: list[PressureRecord] = []
     try:
         for replica, endpoint in enumerate(target.endpoints):
             ask_items(
@@ -264,6 +268,11 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
                 replica=replica,
                 append=replica > 0,
             )
+            if probes := choose_probes(items, settings.quality_probes)[replica :: len(target.endpoints)]:
+                ask_agreement(endpoint, probes, folder / "agreement.jsonl", timeout_s=settings.request_timeout_s, replica=replica)
+        if settings.quality_tasks:
+            ask_tasks(target.endpoints[0], settings, folder)
+        pressure = _under_pressure(target, settings, folder, items)
     except (KvError, KeyboardInterrupt) as error:
         raised = error
     workload = hashlib.sha256("\n".join(f"{item.id}:{item.expect}" for item in items).encode()).hexdigest()[:16]
@@ -277,11 +286,27 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
         started_wall_s=started_wall_s,
         workload=workload,
         problems=_cut_short(raised),
+        pressure=pressure,
     )
     run = keep(run)
     if raised is not None:
         raise raised
     return run
+
+
+def _under_pressure(target: Target, settings: Settings, folder: Path, items: Sequence[Item]) -> list[PressureRecord]:
+    """Ask the items once more, each under one of the pressures that ``settings.quality_pressure`` names."""
+    pressing = Pressing(
+        target.endpoints,
+        target.dialects,
+        folder,
+        keep_text=settings.keep_text,
+        timeout_s=settings.request_timeout_s,
+        scrape_timeout_s=settings.scrape_timeout_s,
+        sample_hz=settings.sample_hz,
+        seed=settings.seed,
+    )
+    return ask_under_pressure(pressing, items, pressures) if (pressures := read_pressures(settings.quality_pressure)) else []
 
 
 def _cut_short(raised: BaseException | None) -> list[str]:

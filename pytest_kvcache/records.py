@@ -2,7 +2,7 @@
 
 A session is a folder ``<utc>-<name>-<short id>/`` with ``report.html``, ``summary.md``, ``verdict.json`` and
 ``runs/<n>-<profile>/``. A Run is one of those: ``run.json`` (RunRecord), ``telemetry.jsonl`` (TelemetryRow),
-``requests.jsonl`` (RequestRow and its frame), ``quality.jsonl`` (QualityRow), ``metrics-before.prom``,
+``requests.jsonl`` (RequestRow and its frame), ``quality.jsonl`` (QualityRow), ``agreement.jsonl`` (AgreementRow), ``metrics-before.prom``,
 ``metrics-after.prom`` and ``server.log``.
 
 Schema history: 1 first layout.
@@ -14,7 +14,36 @@ from typing import Annotated, Any
 
 import msgspec
 
+from pytest_kvcache.qualityrecords import AgreementRow, PressureRecord, QualityRow, QualitySummary
 from pytest_kvcache.quantities import Missing, Reading, Value
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "AgreementRow",
+    "CellRecord",
+    "CellRun",
+    "ConfigChange",
+    "ExperimentRecord",
+    "GateRecord",
+    "GateVerdict",
+    "GpuRow",
+    "LoadEnd",
+    "LoadLine",
+    "LoadNote",
+    "LoadStart",
+    "MemoryRow",
+    "PressureRecord",
+    "QualityRow",
+    "QualitySummary",
+    "RequestRow",
+    "RunRecord",
+    "SnapshotRecord",
+    "StartMemory",
+    "TelemetryRow",
+    "ValueRecord",
+    "Verdict",
+    "VerdictRecord",
+]  # fmt: skip
 
 SCHEMA_VERSION = 1
 Verdict = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["PASS", "FAIL", "INCONCLUSIVE", "INVALID"]})]
@@ -212,29 +241,6 @@ class LoadEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="end", tag_fi
 LoadLine = RequestRow | LoadStart | LoadNote | LoadEnd
 
 
-class QualityRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One quality item asked once. ``item`` names it the same way before and after, so that items pair.
-
-    ``error`` says why there was no answer, ``note`` what is striking about one (a single character over and over).
-    """
-
-    item: str
-    passed: bool
-    wall_s: float = 0.0
-    length_tokens: int = 0
-    depth: float = 0.0
-    match: str = "exact"
-    error: str = ""
-    note: str = ""
-    expected_hash: str = ""
-    answer_hash: str = ""
-    prompt_tokens: int | None = None
-    latency_s: float = 0.0
-    endpoint: int = 0
-    prompt: str | None = None
-    answer: str | None = None
-
-
 class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """run.json: everything about a Run that is not a time series. Lines are files beside it.
 
@@ -242,7 +248,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     server; ``workload`` is a hash over profile, seed and arrivals, equal on both sides of a comparison. ``launch_id`` is another for
     each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have;
     ``kv_groups`` are the model's cache groups where its config.json was named (analysis/holding.py: Group); ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
-    ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``).
+    ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``), ``pressure`` what the items
+    asked under pressure were asked under.
     """
 
     schema_version: int
@@ -284,18 +291,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_groups: list[dict[str, int]] = []
     launch_id: str = ""
     clock_step_s: float = 0.0
-
-
-class QualitySummary(msgspec.Struct, frozen=True):
-    """Pass counts of a quality set: over all items, and by prompt length as ``{length_tokens: (passed, asked)}``.
-
-    ``errors`` counts items that got no answer; they count as asked and not as passed.
-    """
-
-    items: int
-    passed: int
-    errors: int
-    by_length: dict[int, tuple[int, int]]
+    pressure: list[PressureRecord] = []
 
 
 class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -304,7 +300,8 @@ class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ``value`` is what was gated against ``bound`` (``bound_text`` as people read it); in a comparison ``before`` and ``after``
     stand beside it and ``low``/``high`` are the interval that was judged. ``beside`` holds the three numbers that a usage
     ratio is never shown without. ``evidence`` is a path inside the session folder, ``method`` names the test and its source.
-    ``level`` is ``warn`` for a gate that decides nothing, ``rule`` says which line of a file of thresholds it was made from.
+    ``level`` is ``warn`` for a gate that decides nothing, ``rule`` says which line of a file of thresholds it was made from, ``lengths`` are the
+    prompt lengths in tokens at which answers broke.
     """
 
     name: str
@@ -328,6 +325,7 @@ class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     applicable: bool = True
     level: str = ""
     rule: str = ""
+    lengths: list[int] = []
 
 
 class ConfigChange(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pytest_kvcache.errors import CannotJudge, CannotWrite, UnknownSchema
-from pytest_kvcache.records import SCHEMA_VERSION, LoadLine, QualityRow, RequestRow, RunRecord, TelemetryRow
+from pytest_kvcache.records import SCHEMA_VERSION, AgreementRow, LoadLine, QualityRow, RequestRow, RunRecord, TelemetryRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class Run:
     def quality(self) -> list[QualityRow]:
         """Return the quality rows in the order of the file; empty where none was asked."""
         return list(read_lines(self.folder / "quality.jsonl", QualityRow))
+
+    def agreement(self) -> list[AgreementRow]:
+        """Return the greedy answers in the order of the file; empty where none was asked for."""
+        return list(read_lines(self.folder / "agreement.jsonl", AgreementRow))
 
 
 _encoder = msgspec.json.Encoder()

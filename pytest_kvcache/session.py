@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.adopting import copy_runs, planned_of
+from pytest_kvcache.adopting import copy_runs, items_beside, planned_of
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
 from pytest_kvcache.engines import Dialect, imported
@@ -26,7 +26,8 @@ from pytest_kvcache.judge.compare import Comparison, compare
 from pytest_kvcache.load.runner import own_length, profile_path
 from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality
 from pytest_kvcache.opening import Servers, is_address
-from pytest_kvcache.quality.items import Item, read_items, standard_items
+from pytest_kvcache.quality.items import Item, read_items
+from pytest_kvcache.quality.pressure import read_pressures
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, VerdictRecord
 from pytest_kvcache.runfolder import Run, read_runs
@@ -213,6 +214,7 @@ class Session:
                 parse_endpoint("http://127.0.0.1:1", settings)  # its headers, keys and bodies
         if settings.save:
             check_name(settings.save)
+        read_pressures(settings.quality_pressure)
         if settings.quality_items:
             self._items = read_items(Path(settings.quality_items))
         if settings.baseline:
@@ -339,7 +341,7 @@ class Session:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
         if self._items:
             return self._items
-        return standard_items(target.endpoints[0])
+        return items_beside(target, self._before or (), self.settings)
 
     def _keep(self, run: Run, key: tuple[Any, ...] | None) -> Run:
         if key is not None:

@@ -142,6 +142,18 @@ class Settings:
     quality_min: float = _opt(0.98, "lowest pass rate of the quality items that passes", group="judgement")
     quality_margin: float = _opt(0.02, "largest loss of pass rate that a change may cost", group="judgement")
     quality_items: str = _opt("", "JSONL of your own quality items (prompt, expect, match)", group="judgement", metavar="FILE")
+    quality_pressure: str = _opt(
+        "", "ask the quality items under pressure as well: fill, prefix, cancel with commas between, or all", group="judgement", metavar="NAMES"
+    )
+    quality_probes: int = _opt(24, "prompts whose greedy answers are compared token by token; 0 leaves that out", group="judgement")
+    quality_tasks: str = _opt(
+        "",
+        "tasks of lm-evaluation-harness to ask through the endpoint, with commas between; the harness must be installed",
+        group="judgement",
+        metavar="NAMES",
+    )
+    quality_tasks_dir: str = _opt("", "folder with lm-evaluation-harness tasks of your own", group="judgement", metavar="DIR")
+    quality_tasks_limit: int = _opt(0, "documents of each such task; 0 asks all", group="judgement")
     thresholds: str = _opt("", "file of thresholds that the session is judged by (kvgate.toml)", group="judgement", metavar="FILE")
     on_inconclusive: str = _opt("fail", "what an INCONCLUSIVE gate does to its test", group="judgement", choices=("fail", "pass"))
     save: str = _opt("", "keep this session's Runs as a baseline of that name", group="judgement", metavar="NAME")

@@ -14,9 +14,9 @@ import pytest_kvcache
 PACKAGE = Path(pytest_kvcache.__file__).parent
 # The order of the rooms: a module imports what stands before it, never what stands after it.
 ORDER = [
-    "errors", "units", "quantities", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
+    "errors", "units", "quantities", "qualityrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
     "analysis", "judge", "report", "planned", "measure", "conclusion", "cards", "opening", "adopting", "experimenting", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
-    "inspection", "diagnosis", "gating", "planning", "demo", "cli", "suite",
+    "inspection", "diagnosis", "qualifying", "gating", "planning", "demo", "cli", "suite",
 ]  # fmt: skip
 HEAVY = ("pandas", "numpy", "scipy", "matplotlib", "httpx", "pynvml", "msgspec", "prometheus_client", "jinja2", "rich", "locust", "gevent", "psutil")
 PYTEST_ROOMS = {"marks", "options", "fixtures", "hookspecs", "plugin", "suite"}

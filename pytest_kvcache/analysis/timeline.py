@@ -133,7 +133,7 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     the drain belongs to them; means and throughput are over the load itself.
     """
     record = run.record
-    asked = list(run.quality())
+    asked = [row for row in run.quality() if not row.part]  # those under pressure and of other sets are judged by gates of their own
     quality: QualitySummary | Missing = summarise(asked) if asked else Missing("no quality item was asked")
     values = config_values(record)
     values["quality.pass_rate"], values["quality.items"] = _quality_values(quality)

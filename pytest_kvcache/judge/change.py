@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
@@ -13,8 +12,8 @@ from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
 from pytest_kvcache.judge import stats
 from pytest_kvcache.judge.gates import readings, total
 from pytest_kvcache.judge.wording import MISSED, beside, gate, missing, show
-from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import GateRecord, QualityRow, ValueRecord
+from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.records import GateRecord, ValueRecord
 from pytest_kvcache.settings import Settings
 
 _SURE = f"{stats.CONFIDENCE * 100:.0f} %"
@@ -279,72 +278,6 @@ def _counts(name: str, quantity: str, before: Sequence[Analysis], after: Sequenc
         side="after",
         fails_despite=MISSED,
     )
-
-
-def quality_not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
-    """Judge quality items paired by their id: FAIL by exact McNemar, PASS where the loss is bounded by ``margin``, else INCONCLUSIVE."""
-    name, quantity = "quality_not_worse", "quality.pass_rate"
-    both = [*before, *after]
-    limit = f"at most {units.show(margin, 'ratio')} of the items lost"
-    fields: dict[str, Any] = {"bound": margin, "bound_text": limit, "side": "after", "method": f"paired items, exact one-sided McNemar test, {_SURE}"}
-    sides = [_asked(side) for side in (before, after)]
-    common = [item for item in sides[0] if item in sides[1]]
-    if not common:
-        return missing(name, quantity, Missing("no quality item was asked on both sides"), both, **fields)
-    changed = [item for item in common if sides[0][item].expected_hash != sides[1][item].expected_hash]
-    if changed:
-        text = f"{len(changed)} items of one id ask or expect something else after the change, such as {changed[0]!r}: they do not pair"
-        return gate(name, quantity, "INVALID", text, both, **fields)
-    pairs = [(sides[0][item], sides[1][item]) for item in common]
-    lost = [after_row for before_row, after_row in pairs if before_row.passed and not after_row.passed]
-    gained = sum(after_row.passed and not before_row.passed for before_row, after_row in pairs)
-    found = stats.paired_quality(len(lost), gained, len(pairs), margin)
-    rates: list[Value] = [Reading(sum(pair[i].passed for pair in pairs) / len(pairs), "ratio", f"of {len(pairs)} paired items") for i in (0, 1)]
-    text = f"{show(rates[0])} of {len(pairs)} paired items passed before, {show(rates[1])} after: {len(lost)} lost, {gained} gained"
-    if found.verdict == FAIL:
-        text += f" (p = {found.p_worse:.2g}); lost by length: {_by_length(lost, pairs)}"
-    else:
-        text += f"; at most {units.show(found.loss_upper, 'ratio')} lost ({_SURE}), and {units.show(margin, 'ratio')} may be"
-    if found.verdict == INCONCLUSIVE:
-        text += f"; about {found.needed:,} items would decide it" if found.needed else "; more items like these would not make it pass"
-    errors = sum(bool(row.error) for _, row in pairs)
-    text += f"; {errors} got no answer after the change" if errors else ""
-    garbage = sum(bool(row.note) for _, row in pairs)
-    text += f"; {garbage} answers are one character over and over" if garbage else ""
-    only = [len(side) - len(common) for side in sides]
-    text += f"; {only[0]} were asked only before and {only[1]} only after" if any(only) else ""
-    return gate(
-        name,
-        quantity,
-        found.verdict,
-        text,
-        both,
-        decisive=after[0],
-        unit="ratio",
-        before=ValueRecord.of(rates[0]),
-        after=ValueRecord.of(rates[1]),
-        high=found.loss_upper,
-        **fields,
-    )
-
-
-def _asked(analyses: Sequence[Analysis]) -> Mapping[str, QualityRow]:
-    """Return the first answer to each item of a side."""
-    rows: dict[str, QualityRow] = {}
-    for analysis in analyses:
-        for row in analysis.run.quality():
-            rows.setdefault(row.item, row)
-    return rows
-
-
-def _by_length(lost: Sequence[QualityRow], pairs: Sequence[tuple[QualityRow, QualityRow]]) -> str:
-    asked: dict[int, int] = {}
-    gone: dict[int, int] = {}
-    for _, row in pairs:
-        asked[row.length_tokens] = asked.get(row.length_tokens, 0) + 1
-    for row in lost:
-        gone[row.length_tokens] = gone.get(row.length_tokens, 0) + 1
-    return ", ".join(f"{gone[length]} of {asked[length]} at {length:,} tokens" for length in sorted(gone)[:8])
 
 
 def probe_not_worse(before: Sequence[Analysis], after: Sequence[Analysis]) -> GateRecord:

@@ -13,9 +13,10 @@ from pytest_kvcache.analysis.soundness import Problem
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import INCONCLUSIVE, INVALID, PASS
 from pytest_kvcache.judge import pools
-from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse, quality_not_worse
+from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse
 from pytest_kvcache.judge.declared import check_declared
 from pytest_kvcache.judge.gates import worst
+from pytest_kvcache.judge.quality import quality_gates, quality_not_worse
 from pytest_kvcache.judge.validity import check_comparable, check_pair, check_side, launches
 from pytest_kvcache.judge.wording import evidence
 from pytest_kvcache.quantities import QUANTITIES, Missing, Value
@@ -83,7 +84,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
         notes.append(f"measured only after the change, and so not compared: {', '.join(only_after)}")
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
-    verdict = worst(gate.verdict for gate in gates if gate.applicable)
+    verdict = worst(gate.verdict for gate in gates if gate.applicable and gate.level != "warn")
     return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *limits], problems, spoilt)
 
 
@@ -118,7 +119,7 @@ def _gates(key: _Key, before: Sequence[Analysis], after: Sequence[Analysis], mar
     if loaded:
         found += [probe_not_worse(before, after)] if key[1] else not_worse(before, after, margins)
     if any(asked) or not loaded:
-        found.append(quality_not_worse(before, after, margins.quality))
+        found += quality_gates(before, after, margins.quality)
     return found
 
 

@@ -29,7 +29,7 @@ from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import INCONCLUSIVE, PASS, Condition, Group, Limit, from_limits, parse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.judge import gates, stats
-from pytest_kvcache.judge.change import quality_not_worse
+from pytest_kvcache.judge.quality import quality_not_worse
 from pytest_kvcache.judge.wording import beside, gate, missing
 from pytest_kvcache.quantities import KNOWN, Missing, Reading
 from pytest_kvcache.records import GateRecord, ValueRecord

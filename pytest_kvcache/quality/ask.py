@@ -7,15 +7,17 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+import msgspec
 
 from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, UsageError
-from pytest_kvcache.quality.graders import LONGEST_ANSWER, grade, is_garbage, summarise
+from pytest_kvcache.quality.graders import LONGEST_ANSWER, MARKED, grade, is_garbage, summarise
 from pytest_kvcache.quality.items import Item
+from pytest_kvcache.quality.marking import MarkingProcess
 from pytest_kvcache.quality.patterns import PatternProcess
 from pytest_kvcache.records import QualityRow, QualitySummary
 from pytest_kvcache.runfolder import encode_line
@@ -39,11 +41,14 @@ def ask_items(
     deadline_s: float = DEADLINE_S,
     replica: int = 0,
     append: bool = False,
+    part: str = "",
+    first: Callable[[Item, httpx.Client], str] | None = None,
 ) -> QualitySummary:
     """Ask each item once and return the pass counts. One QualityRow an item is written to ``path`` as its answer comes.
 
     At most ``concurrency`` items are under way, and together they hold no more tokens than the longest one alone: items that fit the
-    server one by one must not fill its pool together. ``replica`` is the endpoint's number in the rows; ``append`` keeps earlier rows.
+    server one by one must not fill its pool together. ``replica`` is the endpoint's number in the rows; ``append`` keeps earlier rows; ``part`` is
+    that of the rows. ``first`` is called before an item is asked and says what is wrong already, "" where nothing is: then the item did not pass.
 
     An item that gets no answer in ``timeout_s`` seconds, or an error, is a row with ``error``: asked and not passed. So are those
     not asked when ``deadline_s`` seconds have passed. Prompts and answers are kept only with ``keep_text``; their hashes always.
@@ -52,10 +57,16 @@ def ask_items(
     """
     if endpoint.api != "chat" and any(not isinstance(item.prompt, str) for item in items):
         raise UsageError("quality items with chat messages need the chat API", where=endpoint.shown, hint="--kv-api chat, or prompts that are texts")
-    asking = _Asking(endpoint, items, keep_text, timeout_s, time.monotonic() + deadline_s, replica)
+    asking = _Asking(endpoint, items, keep_text, timeout_s, time.monotonic() + deadline_s, replica, part, first)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab" if append else "wb") as file, endpoint.client(timeout_s) as client, PatternProcess() as patterns:
+        with (
+            path.open("ab" if append else "wb") as file,
+            endpoint.client(timeout_s) as client,
+            PatternProcess() as patterns,
+            MarkingProcess() as marks,
+        ):
+            asking.marks = marks
             asking.run(file, client, patterns, max(1, min(concurrency, len(items))))
     except OSError as error:
         raise CannotWrite(
@@ -65,8 +76,21 @@ def ask_items(
 
 
 class _Asking:
-    def __init__(self, endpoint: Endpoint, items: Sequence[Item], keep_text: bool, timeout_s: float, deadline: float, replica: int) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        items: Sequence[Item],
+        keep_text: bool,
+        timeout_s: float,
+        deadline: float,
+        replica: int,
+        part: str,
+        first: Callable[[Item, httpx.Client], str] | None,
+    ) -> None:
         self.endpoint = endpoint
+        self.part = part
+        self.first = first
+        self.marks: MarkingProcess | None = None
         self.replica = replica
         self._longest_tokens = max((item.length_tokens for item in items), default=0)
         self._held_tokens = 0
@@ -148,6 +172,7 @@ class _Asking:
         body: dict[str, Any] = {} if isinstance(item.prompt, str) else {"messages": list(item.prompt)}
         prompt = item.prompt if isinstance(item.prompt, str) else ""
         try:
+            before = self.first(item, client) if self.first is not None else ""
             done = complete(self.endpoint, prompt, item.max_tokens, timeout_s=min(self.timeout_s, left), client=client, **body)
         except EndpointUnreachable as gone:
             with self._lock:
@@ -159,11 +184,14 @@ class _Asking:
         answer = done.text[:LONGEST_ANSWER]
         error = "" if done.status == 200 and not done.error else done.error or f"HTTP {done.status}"
         passed: bool | None = False
-        if not error:
+        if not error and item.match in MARKED and self.marks is not None and answer.strip():
+            passed, error = self.marks.mark(item, answer)
+        elif not error and item.match not in MARKED:
             passed = grade(item, answer, patterns.search)
             if passed is None:
                 error = "the pattern took too long on this answer"
-        return self._row(item, wall_s, bool(passed), error[:500], done.prompt_tokens, done.latency_s, answer)
+        row = self._row(item, wall_s, bool(passed) and not before, error[:500], done.prompt_tokens, done.latency_s, answer)
+        return msgspec.structs.replace(row, note=row.note or before) if before else row
 
     def _row(
         self,
@@ -177,6 +205,7 @@ class _Asking:
     ) -> QualityRow:
         return QualityRow(
             item=item.id,
+            part=self.part,
             endpoint=self.replica,
             passed=passed,
             wall_s=wall_s,
@@ -196,7 +225,8 @@ class _Asking:
 
 def digest(item: Item) -> str:
     """Return a hash over what an item asks and expects: items of one id are the same item only where it is equal."""
-    return _hash("\0".join((_text(item), item.expect, item.match, str(item.max_tokens))))
+    more = (repr(item.tolerance), *item.choices) if item.tolerance or item.choices else ()
+    return _hash("\0".join((_text(item), item.expect, item.match, str(item.max_tokens), *more)))
 
 
 def _text(item: Item) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.errors import UsageError
-from pytest_kvcache.quality.graders import MATCHES
+from pytest_kvcache.quality.graders import CHOICES, MATCHES, read_number
 
 if TYPE_CHECKING:
     from pytest_kvcache.server.endpoint import Endpoint
 
 USER_MATCHES = tuple(match for match in MATCHES if match != "word")
-_FIELDS = ("id", "prompt", "expect", "match", "max_tokens", "length_tokens", "depth", "note")
+_FIELDS = ("id", "prompt", "expect", "match", "max_tokens", "length_tokens", "depth", "note", "tolerance", "choices")
 _LARGEST_FILE = 256 << 20
 _MOST_ITEMS = 100_000
 _DEFAULT_MAX_TOKENS = 64
@@ -29,7 +30,8 @@ class Item:
     """One question. ``id`` is the same before and after a change, so that items pair.
 
     ``prompt`` is a text, or chat messages. ``match`` is one of graders.MATCHES. ``length_tokens`` is the planned prompt length (0: not
-    known), ``depth`` where the answer stands in it, from 0 (start) to 1.
+    known), ``depth`` where the answer stands in it, from 0 (start) to 1. ``expect`` is what the match needs: a text, a pattern, a number (with its
+    ``tolerance``), one of ``choices``, a JSON Schema as text, or the name of a function (module:NAME).
     """
 
     id: str
@@ -39,21 +41,24 @@ class Item:
     length_tokens: int = 0
     depth: float = 0.0
     max_tokens: int = _DEFAULT_MAX_TOKENS
+    tolerance: float = 0.0
+    choices: tuple[str, ...] = ()
 
 
-def standard_items(endpoint: Endpoint, max_model_len: int | None = None) -> list[Item]:
-    """Return the standard set for the served model: 300 recall items at lengths from 64 tokens to near its max length.
+def standard_items(endpoint: Endpoint, max_model_len: int | None = None, block_sizes: Sequence[int] = ()) -> list[Item]:
+    """Return the standard set for the served model: 300 recall items at the lengths of ``grid.plan``, up to near its max length.
 
-    ``max_model_len`` in tokens is read from the server where it is not given. Asks the server how it counts tokens; raises
+    ``max_model_len`` in tokens is read from the server where it is not given; ``block_sizes`` are those whose boundaries are asked. Asks the server how it counts tokens; raises
     EndpointUnreachable and EndpointRefused.
     """
     from pytest_kvcache.quality.needle import standard_set
 
-    return standard_set(endpoint, max_model_len)
+    return standard_set(endpoint, max_model_len, block_sizes)
 
 
 def read_items(path: Path) -> list[Item]:
-    """Return the items of a user's JSON Lines: ``prompt`` (text or chat messages), ``expect``, ``match``, and ``id``, ``max_tokens``.
+    """Return the items of a user's JSON Lines: ``prompt`` (text or chat messages), ``expect``, ``match``, and ``id``, ``max_tokens``,
+    ``tolerance``, ``choices``.
 
     Raises UsageError that names the line: not JSON, a field missing, unknown or of a wrong type, an unknown match, a pattern that
     does not compile, an id used twice; or a file that is empty, too large or not there.
@@ -102,14 +107,7 @@ def _item(raw: Any, number: int) -> Item:
     match = raw.get("match", "exact")
     if match not in USER_MATCHES:
         raise ValueError(f"unknown match {str(match)[:80]!r}; known: {', '.join(USER_MATCHES)}")
-    expect = raw.get("expect")
-    if not isinstance(expect, str) or not expect.strip():
-        raise ValueError("expect must be a text that is not empty")
-    if match == "regex":
-        try:
-            re.compile(expect)
-        except (re.error, OverflowError) as error:
-            raise ValueError(f"the pattern does not compile: {error}") from None
+    expect, tolerance, choices = _expected(raw, match)
     name = raw.get("id", f"line-{number}")
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -123,7 +121,58 @@ def _item(raw: Any, number: int) -> Item:
         length_tokens=_count(raw, "length_tokens", 0, 0),
         depth=_share(raw),
         max_tokens=_count(raw, "max_tokens", _DEFAULT_MAX_TOKENS, 1),
+        tolerance=tolerance,
+        choices=choices,
     )
+
+
+def _expected(raw: Mapping[str, Any], match: str) -> tuple[str, float, tuple[str, ...]]:
+    """Return what an answer is graded by, as (expect, tolerance, choices). Raises ValueError with what is wrong."""
+    expect = raw.get("expect")
+    for field, owner in (("tolerance", "number"), ("choices", "choice")):
+        if field in raw and match != owner:
+            raise ValueError(f"{field} belongs to the match {owner!r}")
+    if match == "schema":
+        if not isinstance(expect, dict):
+            raise ValueError("expect must be a JSON Schema, an object")
+        from pytest_kvcache.quality.marking import check_schema
+
+        check_schema(expect)
+        return json.dumps(expect, sort_keys=True), 0.0, ()
+    if match == "number":
+        number = read_number(expect) if isinstance(expect, str) else expect
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
+            raise ValueError("expect must be a number")
+        return repr(float(number)), _tolerance(raw.get("tolerance", 0.0), float(number)), ()
+    if not isinstance(expect, str) or not expect.strip():
+        raise ValueError("expect must be a text that is not empty")
+    if match == "choice":
+        choices = raw.get("choices", list(CHOICES))
+        if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c.strip() for c in choices):
+            raise ValueError("choices must be a list of texts")
+        if expect not in choices:
+            raise ValueError(f"expect must be one of the choices {', '.join(choices)[:200]}")
+        return expect, 0.0, tuple(choices)
+    if match == "function" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", expect):
+        raise ValueError("expect must be the name of a function as module:NAME")
+    if match == "regex":
+        try:
+            re.compile(expect)
+        except (re.error, OverflowError) as error:
+            raise ValueError(f"the pattern does not compile: {error}") from None
+    return expect, 0.0, ()
+
+
+def _tolerance(raw: Any, number: float) -> float:
+    """Return the tolerance in the number's own unit: a number, or a share of it as "1%"."""
+    if isinstance(raw, str) and raw.strip().endswith("%"):
+        share = read_number(raw.strip()[:-1])
+        value = None if share is None else abs(number) * share / 100
+    else:
+        value = raw if isinstance(raw, (int, float)) and not isinstance(raw, bool) else None
+    if value is None or not 0 <= value < math.inf:
+        raise ValueError('tolerance must be a number of 0 or more, or a share such as "1%"')
+    return float(value)
 
 
 def _prompt(prompt: Any) -> str | tuple[Message, ...]:

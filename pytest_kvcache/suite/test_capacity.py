@@ -11,7 +11,7 @@ import pytest
 
 from pytest_kvcache import assertions, sweeping
 from pytest_kvcache.analysis.sweep import Sweep
-from pytest_kvcache.judge import gates
+from pytest_kvcache.judge import gates, quality
 from pytest_kvcache.judge.compare import Comparison
 from pytest_kvcache.judge.thresholds import Threshold
 from pytest_kvcache.records import GateRecord
@@ -75,6 +75,10 @@ def test_everything_is_given_back_after_the_load(kv_windows: Windows, lane: str)
 
 def test_quality_items_are_answered(kv_quality: Callable[[], Run], kv_settings: Settings) -> None:
     assertions.assert_quality(kv_quality(), min=kv_settings.quality_min)
+
+
+def test_quality_items_are_answered_under_pressure(kv_quality: Callable[[], Run], kv_settings: Settings) -> None:
+    assertions.settle(quality.pressed(assertions.analyses(kv_quality()), kv_settings.quality_min))
 
 
 def test_the_change_made_nothing_worse(kv_compare: Callable[[], Comparison]) -> None:

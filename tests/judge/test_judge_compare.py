@@ -11,9 +11,10 @@ import pytest
 from made_run import T0, MadeRun, closed_loop, quality_rows, quality_run, refused, request, snapshot
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
-from pytest_kvcache.judge.change import Margins, not_worse, quality_not_worse
+from pytest_kvcache.judge.change import Margins, not_worse
 from pytest_kvcache.judge.compare import RESTARTS_NOT_COVERED, Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import FAIL, INCONCLUSIVE, INVALID, PASS
+from pytest_kvcache.judge.quality import quality_not_worse
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, ValueRecord
 from pytest_kvcache.runfolder import read_run

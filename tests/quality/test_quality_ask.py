@@ -15,7 +15,7 @@ from scripted_server import ScriptedServer
 from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, UsageError
 from pytest_kvcache.quality.ask import ask_items, digest
 from pytest_kvcache.quality.items import Item
-from pytest_kvcache.quality.needle import recall_items
+from pytest_kvcache.quality.needle import CHAIN, recall_items
 from pytest_kvcache.records import QualityRow
 from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.endpoint import Completion, Endpoint, choose_model, parse_endpoint
@@ -28,7 +28,10 @@ def endpoint_of(server: ScriptedServer, api: str = "completions") -> Endpoint:
 
 def recalls(prompt: str) -> str:
     words = prompt.split()
-    return " " + next((right for left, right in pairwise(words) if left == words[-1]), "?")
+    said = [words[-1]]
+    for _ in range(CHAIN):
+        said.append(next((right for left, right in pairwise(words) if left == said[-1]), "?"))
+    return " " + " ".join(said[1:])
 
 
 def rows_of(path: Path) -> dict[str, QualityRow]:
@@ -47,7 +50,7 @@ def test_a_model_that_recalls_passes_everything(tmp_path: Path) -> None:
     assert row.prompt is None
     assert row.answer is None
     assert row.expected_hash == digest(items[0])
-    assert row.prompt_tokens == 64
+    assert row.prompt_tokens == items[0].length_tokens - 1  # the script adds no token of its own
 
 
 def test_prompts_and_answers_are_kept_only_when_asked_for(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import FAIL, PASS
-from pytest_kvcache.judge.change import quality_not_worse
+from pytest_kvcache.judge.quality import quality_not_worse
 from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.items import standard_items
 from pytest_kvcache.records import SCHEMA_VERSION, RunRecord
@@ -23,7 +23,7 @@ def quality_of(kv_type: str, api: str, folder: Path) -> Analysis:
     with launch(f"llamacpp --ctx 4096 --slots 2 --kv-type {kv_type}", settings, folder / "server.log") as server:
         items = standard_items(server.endpoint, 540)
         assert {item.id.split("-")[0] for item in items} == {"recall"}
-        chosen = [item for item in items if item.length_tokens == 64] + [item for item in items if item.length_tokens > 64][::20]
+        chosen = [item for item in items if item.length_tokens <= 128] + [item for item in items if item.length_tokens > 128][::8]
         ask_items(server.endpoint, chosen, folder / "quality.jsonl", concurrency=2)
     return analyse(write_run(folder, RunRecord(SCHEMA_VERSION, kv_type, "quality", model="recall")))
 
@@ -34,10 +34,11 @@ def test_a_quantised_cache_that_lost_its_memory_fails_and_the_exact_one_passes(t
     rows = exact.run.quality()
     assert len(rows) > 100
     assert all(row.passed for row in rows)
-    assert {row.prompt_tokens - row.length_tokens for row in rows if row.prompt_tokens} == {1}  # <s>, and not a token more
+    assert {row.prompt_tokens - row.length_tokens for row in rows if row.prompt_tokens} == {0}  # exact, with <s> counted
     gate = quality_not_worse([exact], [lossy], 0.02)
     assert gate.verdict == FAIL
-    assert "at 64 tokens" in gate.text
+    assert "at 32 tokens" in gate.text
+    assert {63, 64, 65} <= set(gate.lengths)
     assert quality_not_worse([exact], [exact], 0.03).verdict == PASS
 
 
