@@ -32,6 +32,7 @@ TOP = 5
 LIKELY = -10.0
 """Log-probabilities below this (one in 22,000) are not compared: a model never says them."""
 
+_LEAST = -30.0
 _CONCURRENCY = 4
 _PIECE = re.compile(r"\s*\S+")
 
@@ -125,7 +126,9 @@ def read_tokens(body: Mapping[str, Any], salt: int) -> tuple[list[int], list[dic
         steps = [step for step in content if isinstance(step, dict)]
         tops: list[Any] = [step.get("top_logprobs") for step in steps]
         return [hashed(step.get("token")) for step in steps], [
-            {hashed(one.get("token")): _number(one.get("logprob")) for one in top if isinstance(one, dict)} if isinstance(top, list) else {}
+            {hashed(one.get("token")): likely for one in top if isinstance(one, dict) and (likely := _number(one.get("logprob"))) > _LEAST}
+            if isinstance(top, list)
+            else {}
             for top in tops
         ]
     tokens, listed = found.get("tokens"), found.get("top_logprobs")
@@ -133,13 +136,14 @@ def read_tokens(body: Mapping[str, Any], salt: int) -> tuple[list[int], list[dic
         return [], []
     tops = listed if isinstance(listed, list) else []
     return [hashed(token) for token in tokens], [
-        {hashed(token): _number(value) for token, value in top.items()} if isinstance(top, dict) else {} for top in tops
+        {hashed(token): likely for token, value in top.items() if (likely := _number(value)) > _LEAST} if isinstance(top, dict) else {}
+        for top in tops
     ]
 
 
 def _number(value: Any) -> float:
     # engines write minus infinity in their own ways
-    return max(-100.0, round(float(value), 5)) if isinstance(value, (int, float)) else -100.0
+    return round(float(value), 5) if isinstance(value, (int, float)) and value > _LEAST else _LEAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,8 @@ def _drifts(left: Mapping[int, float], right: Mapping[int, float]) -> list[float
     """Return the differences at one step. A token that only one side lists is at most as likely on the other as the last that it lists."""
     if not left or not right:
         return []
-    floors = min(left.values()), min(right.values())
+    # of a list that was cut at the likeliest few; a shorter one holds all that is likely at all
+    floors = [min(side.values()) if len(side) >= TOP else _LEAST for side in (left, right)]
     found = []
     for token in {*left, *right}:
         a, b = left.get(token, floors[0]), right.get(token, floors[1])

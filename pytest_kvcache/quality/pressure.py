@@ -61,10 +61,14 @@ def read_pressures(text: str) -> list[str]:
 
 
 def share_out(items: Sequence[Item], pressures: Sequence[str]) -> dict[str, list[Item]]:
-    """Return which items are asked under which pressure: each under one, by its id alone, so that other sets share what they have in common."""
+    """Return which items are asked under which pressure: each under one, by its id alone, so that other sets share what they have in common.
+
+    Half as many under ``fill`` as under the others: there each waits behind long prompts.
+    """
     found: dict[str, list[Item]] = {pressure: [] for pressure in pressures}
+    turns = [pressure for pressure in pressures for _ in range(1 if pressure == FILL else 2)]
     for item in items:
-        found[pressures[zlib.crc32(item.id.encode()) % len(pressures)]].append(item)
+        found[turns[zlib.crc32(item.id.encode()) % len(turns)]].append(item)
     return found
 
 
