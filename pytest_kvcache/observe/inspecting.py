@@ -34,7 +34,9 @@ from pytest_kvcache.server.startlogs.trend import trend_notes
 _TAIL = 2 << 20
 _MOST_FILES = 64
 _V0_BLOCKS = re.compile(r"# ?\w{1,20} blocks: ")
+_V0_EXECUTOR = re.compile(r"executor(?:_base)?\.py:[0-9]{1,5}\] # ?\w{1,20} blocks: ")
 _MOST_ERRORS = 12
+_FIRST = ("usage", "running", "pool_blocks", "pool_tokens")
 _NO_SCRAPE = "no scrape of /metrics was given"
 
 
@@ -144,7 +146,7 @@ def inspect(
         found.quantities = {name: Missing("a DCGM exporter tells of cards, and of no engine") for name in QUANTITIES}
     elif not found.engine or not (told or any(note.startswith("the start failed") for note in found.notes)):
         found.judged = False
-        found.why = found.why or _nothing(pasted, raw, found.title)
+        found.why = found.why or _nothing(pasted, raw, found)
     return found
 
 
@@ -255,7 +257,12 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
             if isinstance(stated, Missing) and not stated.cannot_happen and name in raw.log_facts:
                 found.quantities[name] = value
     blocks = found.quantities["pool_blocks"]
-    if log.engine == "vllm" and raw.metrics is None and isinstance(blocks, Reading) and _V0_BLOCKS.search(blocks.source):
+    if (
+        log.engine == "vllm"
+        and raw.metrics is None
+        and isinstance(blocks, Reading)
+        and (_V0_BLOCKS.search(blocks.source) or _V0_EXECUTOR.search(starts_of(text)))
+    ):
         # V0 prints its blocks so, and keeps no null block; of V1 only its first releases do, from kv_cache_utils.
         kept = 1 if "kv_cache_utils" in blocks.source else 0
         found.quantities["usable_blocks"] = Reading(
@@ -293,8 +300,9 @@ def _take_log(found: Inspection, raw: RawState, log: StartLog, text: str, pasted
         found.notes.append("the pool's size was printed before the failure: it is no sign of a running server")
 
 
-def _nothing(pasted: Sequence[Pasted], raw: RawState, title: str = "") -> str:
+def _nothing(pasted: Sequence[Pasted], raw: RawState, found: Inspection) -> str:
     """Return in one sentence what was there, where nothing could be judged."""
+    title = found.title
     reasons = [f"{part.name}: {part.problem}" for part in pasted if part.problem]
     if not reasons and raw.metrics is None and not raw.json:
         lines = [line for part in pasted for line in part.log.splitlines() if line.strip()][:2]
@@ -307,6 +315,9 @@ def _nothing(pasted: Sequence[Pasted], raw: RawState, title: str = "") -> str:
         else:
             begins = f", which begins {shown}" if shown else ""
             reasons = [f"this is of {title} and tells no quantity{begins}" if title else f"no engine is known by this text{begins}"]
+    if not reasons and title:
+        seen = [value.reason for name in _FIRST if isinstance(value := found.quantities[name], Missing) and not value.cannot_happen]
+        reasons = [f"this is of {title} and tells no quantity: {'; '.join(dict.fromkeys(seen))[:600]}"]
     return "cannot judge: " + ("; ".join(reasons) or "what was given tells no quantity")
 
 

@@ -344,3 +344,19 @@ def test_any_bytes_are_inspected_without_raising(data: bytes) -> None:
     json.dumps(as_json(found))
     assert "\x1b" not in as_text(found)
     assert found.judged or found.why
+
+
+def test_an_overridden_pool_of_engine_v0_keeps_no_null_block() -> None:
+    text = (
+        "INFO 05-13 23:28:53 [llm_engine.py:438] Overriding num_gpu_blocks=600 with num_gpu_blocks_override=512\n"
+        "INFO 05-13 23:28:53 [executor_base.py:112] # cuda blocks: 512, # CPU blocks: 0\n"
+    )
+    found = told(text)
+    assert (value(found, "pool_blocks"), value(found, "usable_blocks")) == (512, 512)
+    assert value(told(text.partition("\n")[0]), "usable_blocks") == 511
+
+
+def test_a_known_engine_whose_series_cannot_be_meant_is_told_by_reason() -> None:
+    found = inspect([sort_text("x", b'vllm:kv_cache_usage_perc{engine="0"} +Inf\nvllm:num_requests_running{engine="0"} -1\n')])
+    assert not found.judged
+    assert "this is of vLLM and tells no quantity: vllm:kv_cache_usage_perc reads inf; vllm:num_requests_running reads -1" in found.why
