@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pytest_kvcache.capacity.layers import Kind
@@ -106,10 +106,6 @@ class Layout:
     slots: int = 0
     unified: bool = False
     encoder_tokens: int = 0
-
-    def at_length(self, max_model_len: int) -> Layout:
-        """Return the same layout for another longest length."""
-        return replace(self, max_model_len=max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

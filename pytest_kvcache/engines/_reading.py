@@ -137,6 +137,24 @@ class View:
         text = texts.pop()
         return source, Missing(f'{spelled} says {label}="{text}"') if text in {"None", ""} else text
 
+    def pool_in_tokens(self) -> Value:
+        """Return ``pool_tokens`` as blocks x tokens per block."""
+        pool, size = self.value("pool_blocks"), self.value("block_size")
+        if isinstance(pool, Missing):
+            return pool
+        return size if isinstance(size, Missing) else self.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source}")
+
+    def listed_length(self) -> Value:
+        """Return the least ``max_model_len`` of the base models that /v1/models lists; LoRA rows (with a parent) have none."""
+        body = self.json("/v1/models")
+        if isinstance(body, Missing):
+            return body
+        rows = body.get("data") if isinstance(body, dict) else None
+        models = [row for row in rows if isinstance(row, dict) and row.get("parent") is None] if isinstance(rows, list) else []
+        asked = [row for row in models if row.get("id") == self.raw.model] or models
+        lengths = [n for row in asked if isinstance(n := row.get("max_model_len"), int) and not isinstance(n, bool) and n > 0]
+        return self.reading("max_model_len", min(lengths), "/v1/models max_model_len") if lengths else Missing("/v1/models states no max_model_len")
+
     def json(self, path: str) -> Any | Missing:
         """Return a parsed JSON body, or why there is none."""
         return self.raw.json.get(path, Missing(f"{path} was not read"))

@@ -81,13 +81,6 @@ def _block_size(view: View) -> Value:
     return next((value for value in told if isinstance(value, Reading)), Missing(f"neither the frontend nor the engine inside tells it: {_INSIDE}"))
 
 
-def _pool_tokens(view: View) -> Value:
-    pool, size = view.value("pool_blocks"), view.value("block_size")
-    if isinstance(pool, Missing):
-        return pool
-    return size if isinstance(size, Missing) else view.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source}")
-
-
 def _used(view: View) -> Value:
     """Dynamo's own count (0.x), else usage x pool of a worker; the frontend's pool is not that of the usage beside it."""
     usage, pool = view.value("usage"), view.apply(Series(_TOTAL, hint=_WORKER), "pool_blocks")
@@ -166,7 +159,7 @@ DIALECT = Dialect(
             _block_size,
             ("dynamo_frontend_model_kv_cache_block_size", "trtllm_kv_cache_tokens_per_block", "vllm:cache_config_info"),
         ),
-        "pool_tokens": Derived("pool_blocks x block_size", _pool_tokens),
+        "pool_tokens": Derived("pool_blocks x block_size", View.pool_in_tokens),
         "pool_bytes": absent("Dynamo does not state the memory of a pool"),
         "max_concurrency": absent("Dynamo gives no such figure"),
         "max_model_len": Series(("dynamo_frontend_model_context_length", "sglang:context_len"), shared=True, hint="the frontend tells it"),

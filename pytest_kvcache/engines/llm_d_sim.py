@@ -51,13 +51,6 @@ def _free(view: View) -> Value:
     return pool if isinstance(pool, Missing) else view.checked("free_blocks", pool.number() - used.number(), f"{pool.source} - used blocks")
 
 
-def _tokens(view: View) -> Value:
-    pool, size = view.value("pool_blocks"), view.value("block_size")
-    if isinstance(pool, Missing):
-        return pool
-    return size if isinstance(size, Missing) else view.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source}")
-
-
 def _finished(*reasons: str) -> Series:
     labels = ("finish_reason", "finished_reason")
     return Series(_SUCCESS, where={labels: reasons} if reasons else {}, over=labels)
@@ -81,7 +74,7 @@ DIALECT = dataclasses.replace(
         "pool_blocks": InfoLabel(_INFO, "num_gpu_blocks"),
         "usable_blocks": Derived("pool_blocks (no null block)", _usable),
         "block_size": InfoLabel(_INFO, "block_size"),
-        "pool_tokens": Derived("pool_blocks x block_size", _tokens),
+        "pool_tokens": Derived("pool_blocks x block_size", View.pool_in_tokens),
         "pool_bytes": cannot_happen("a simulator holds no KV cache"),
         "max_concurrency": absent(_NOT_TOLD),
         "max_num_seqs": absent(_NOT_TOLD),

@@ -151,17 +151,6 @@ def _prefix_caching(view: View) -> Value:
     return Missing("/server_info states no disable_radix_cache" if told else "/server_info was not read")
 
 
-def _max_model_len(view: View) -> Value:
-    body = view.json("/v1/models")
-    if isinstance(body, Missing):
-        return body
-    rows = _part(body, "data")
-    models = [row for row in rows if isinstance(row, dict) and row.get("parent") is None] if isinstance(rows, list) else []
-    named = [row for row in models if row.get("id") == view.raw.model] or models
-    lengths = [n for row in named if isinstance(n := row.get("max_model_len"), int) and not isinstance(n, bool) and n > 0]
-    return view.reading("max_model_len", min(lengths), "/v1/models max_model_len") if lengths else Missing("/v1/models states no max_model_len")
-
-
 def _remarks(view: View) -> list[str]:
     notes: list[str] = []
     windows: list[str] = []
@@ -248,7 +237,7 @@ DIALECT = Dialect(
         ),
         "max_concurrency": absent("SGLang gives no such figure"),
         "max_model_len": first_of(
-            Derived("/v1/models data[].max_model_len of the base model", _max_model_len),
+            Derived("/v1/models data[].max_model_len of the base model", View.listed_length),
             Series(("sglang:context_len",)),
             LogFact(),
         ),

@@ -66,13 +66,6 @@ def _usage(view: View) -> Value:
     )
 
 
-def _pool_tokens(view: View) -> Value:
-    pool, size = view.value("pool_blocks"), view.value("block_size")
-    if isinstance(pool, Missing):
-        return pool
-    return size if isinstance(size, Missing) else view.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source}")
-
-
 def _times(view: View, name: str, series: tuple[str, ...]) -> Value:
     """Blocks of the reuse counters, in tokens."""
     size, parts = view.value("block_size"), [view.apply(Series((one,), hint=_HINT), name) for one in series]
@@ -151,7 +144,7 @@ DIALECT = Dialect(
             InfoLabel("trtllm_kv_cache_config_info", "page_size"),
             LogFact(),
         ),
-        "pool_tokens": first_of(Derived("pool_blocks x block_size", _pool_tokens), LogFact()),
+        "pool_tokens": first_of(Derived("pool_blocks x block_size", View.pool_in_tokens), LogFact()),
         "pool_bytes": first_of(LogFact(), absent("TensorRT-LLM states the pool's bytes in its start-up log only")),
         "max_concurrency": absent("TensorRT-LLM gives no such figure"),
         "max_model_len": first_of(LogFact(), absent("no endpoint of trtllm-serve states max_seq_len: its start-up log does")),

@@ -157,12 +157,12 @@ def _usage(view: View) -> Value:
 
 def _pool_product(view: View) -> Value:
     """``num_gpu_blocks x block_size``: right for one group of full-attention layers only, so it comes last."""
-    pool, size = view.value("pool_blocks"), view.value("block_size")
-    if isinstance(pool, Missing):
-        return pool
-    if isinstance(size, Missing):
-        return size
-    return view.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source} (holds for one full-attention group)")
+    product = view.pool_in_tokens()
+    return (
+        product
+        if isinstance(product, Missing)
+        else view.reading("pool_tokens", product.value, f"{product.source} (holds for one full-attention group)")
+    )
 
 
 def _pool_bytes(view: View) -> Value:
@@ -191,20 +191,6 @@ def _kv_dtype(view: View) -> Value:
     if isinstance(stated, Reading) and (stated.value != "auto" or isinstance(text, Missing)):
         return stated
     return text if isinstance(text, Missing) else view.reading("kv_dtype", text, f"{source} (the model's own dtype, not resolved)")
-
-
-def _max_model_len(view: View) -> Value:
-    """The least ``max_model_len`` of the base models that /v1/models lists; LoRA rows (with a parent) have none."""
-    body = view.json("/v1/models")
-    if isinstance(body, Missing):
-        return body
-    rows = body.get("data") if isinstance(body, dict) else None
-    models = [row for row in rows if isinstance(row, dict) and row.get("parent") is None] if isinstance(rows, list) else []
-    named = [row for row in models if row.get("id") == view.raw.model] or models
-    lengths = [n for row in named if isinstance(n := row.get("max_model_len"), int) and not isinstance(n, bool) and n > 0]
-    if not lengths:
-        return Missing("/v1/models states no max_model_len")
-    return view.reading("max_model_len", min(lengths), "/v1/models max_model_len")
 
 
 def _swapped(view: View) -> Value:
@@ -330,7 +316,7 @@ DIALECT = Dialect(
             "vllm:cache_config_info{kv_cache_memory_bytes}, unless num_gpu_blocks_override is set; else start-up log", _pool_bytes, (INFO,)
         ),
         "max_concurrency": first_of(InfoLabel(INFO, "kv_cache_max_concurrency"), LogFact()),
-        "max_model_len": first_of(Derived("/v1/models data[].max_model_len of the base model", _max_model_len), LogFact()),
+        "max_model_len": first_of(Derived("/v1/models data[].max_model_len of the base model", View.listed_length), LogFact()),
         "max_num_seqs": first_of(LogFact(), absent("vLLM exports no max_num_seqs; only the start-up log may state it")),
         "kv_dtype": Derived("vllm:cache_config_info{cache_dtype}; where it is auto: start-up log", _kv_dtype, (INFO,)),
         "prefix_caching": first_of(InfoLabel(INFO, "enable_prefix_caching", "flag"), LogFact()),

@@ -270,7 +270,7 @@ def test_more_tokens_never_need_less_and_more_memory_never_holds_less(
     assert small.longest <= large.longest
     if engine == "vllm" and layout.groups and small.starts:
         assert small.usable_blocks >= small.blocks_per_request
-        assert size_pool(layout.at_length(small.longest or 1), memory).usable_blocks >= blocks_for(layout, small.longest)
+        assert size_pool(replace(layout, max_model_len=small.longest or 1), memory).usable_blocks >= blocks_for(layout, small.longest)
 
 
 @settings(max_examples=100, deadline=None)
