@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
-import tempfile
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -62,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Print the diagnosis and return 0. Raises KvError: UsageError (2), CannotJudge (3) where there is nothing to judge by."""
+    import json
+    import shutil
+
     from pytest_kvcache import options
 
     servers = tuple(name for name in arguments.sources if _is_url(name))
@@ -81,6 +80,8 @@ def _is_url(name: str) -> bool:
 
 def diagnose(arguments: argparse.Namespace, settings: Settings) -> Diagnosis:
     """Return the Diagnosis that the arguments ask for. Raises KvError."""
+    import tempfile
+
     from pytest_kvcache.analysis.findings import rules_with
     from pytest_kvcache.errors import UsageError
 
@@ -108,10 +109,16 @@ def _stored(arguments: argparse.Namespace, settings: Settings, rules: Sequence[A
     from pytest_kvcache.analysis.timeline import analyse
     from pytest_kvcache.judge.baseline import load_baseline
     from pytest_kvcache.report.model import at_peak
+    from pytest_kvcache.runfolder import read_runs
 
     reports = Path(settings.reports)
     runs = [run for name in arguments.sources for run in load_baseline(name, reports)]
-    baselines = [analyse(run) for run in load_baseline(arguments.baseline, reports)] if arguments.baseline else []
+    if arguments.baseline:
+        before = load_baseline(arguments.baseline, reports)
+    else:  # a session that compared two sides holds its own
+        folders = [Path(name) for name in arguments.sources if (Path(name) / "runs").is_dir()]
+        before = [run for folder in folders for run in read_runs(folder) if run.record.side == "before"]
+    baselines = [analysis for run in before if (analysis := analyse(run)).facts.loaded]
     analyses = [analysis for run in runs if (analysis := analyse(run)).facts.loaded]
     _judgeable(analyses, ", ".join(arguments.sources))
     from pytest_kvcache.analysis.findings import find_in
@@ -236,6 +243,8 @@ def _finding(number: int, finding: Finding, width: int) -> list[str]:
 
 def _wrapped(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:
     """Return one text as lines without control characters: what a server or a rule says cannot reach a terminal raw."""
+    import textwrap
+
     from pytest_kvcache.engines import clean
 
     indent = first if rest is None else rest

@@ -124,6 +124,15 @@ def test_a_baseline_shows_that_the_pool_is_another(tmp_path: Path, capsys: pytes
     assert [finding["id"] for finding in found["findings"]] == ["pool-changed"]
 
 
+def test_a_session_that_compared_is_told_by_its_side_after_the_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "runs" / "1-normal", side="before")
+    made(tmp_path / "runs" / "2-normal", side="after", usable=100)
+    assert main(["diagnose", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["run"]) == (1, "2-normal")
+    assert [finding["id"] for finding in found["findings"]] == ["pool-changed"]
+
+
 def test_the_rule_on_the_page_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     (tmp_path / "rules.toml").write_text(text.replace("60%", "1%"))

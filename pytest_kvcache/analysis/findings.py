@@ -234,7 +234,8 @@ def find(analysis: Analysis, rules: Sequence[Rule] | None = None, baseline: Anal
 def find_in(analyses: Sequence[Analysis], rules: Sequence[Rule] | None = None, baselines: Sequence[Analysis] = ()) -> Findings:
     """Return what the rules say of several Runs: each rule speaks once, of the first Run that shows it.
 
-    A Run is compared with the first of ``baselines`` of its profile, or where there are none with the first Run given. A rule counts as
+    A Run is compared with the first of ``baselines`` of its profile, or where there are none with the first Run given (of a sweep: not at
+    all, its settings are meant to differ). A rule counts as
     not looked at only where no Run could answer it.
     """
     found: dict[str, Finding] = {}
@@ -244,7 +245,8 @@ def find_in(analyses: Sequence[Analysis], rules: Sequence[Rule] | None = None, b
     for number, analysis in enumerate(analyses):
         profile = analysis.run.record.profile
         alike = [other for other in baselines if other.run.record.profile == profile]
-        against = alike[0] if alike else analyses[0] if number and not baselines else None
+        first = analyses[0] if number and not baselines and analyses[0].run.record.variant == analysis.run.record.variant else None
+        against = alike[0] if alike else first
         one = find(analysis, chosen, against)
         for finding in one.found:
             found.setdefault(finding.id, finding)
