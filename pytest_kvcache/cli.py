@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache import __version__, diagnosis, gating, options, planning, qualifying
+from pytest_kvcache import __version__, diagnosis, gating, options, planning, qualifying, searching
 from pytest_kvcache.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     gating.add_gate_arguments(gate)
     qualifying.add_arguments(add("quality", qualifying.run_quality, "judge the answers of two sides item by item, also of lm-evaluation-harness"))
+    found = add(
+        "search", _search, "find the largest number of users, or rate (--rate), at which a condition does not come true", SERVER, LOAD, OUTPUT
+    )
+    options.add_cli_options(found.add_argument, ("model_config",))
+    searching.add_arguments(found)
     gating.add_schema_arguments(add("schema", gating.run_schema, "print the JSON Schema of verdict.json or of another record"))
     inspect = add(
         "inspect",
@@ -307,6 +312,12 @@ def _compare_stored(arguments: argparse.Namespace, settings: Settings) -> int:
 def _gate(arguments: argparse.Namespace) -> int:
     with _session(options.settings_from(arguments)) as session:
         gating.judge_stored(arguments, session)
+        return _finish(session)
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    with _session(options.settings_from(arguments)) as session:
+        searching.run_search(arguments, session, _say)
         return _finish(session)
 
 

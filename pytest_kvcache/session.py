@@ -227,13 +227,13 @@ class Session:
 
     # -- measuring -------------------------------------------------------------------------------------------------
 
-    def load(self, planned: Planned, *, number: int = 0) -> Run:
-        """Return the Run of one window of ``planned``; the same window is measured once a session."""
+    def load(self, planned: Planned, *, number: int = 0, variant: str = "") -> Run:
+        """Return the Run of one window of ``planned``; the same window is measured once a session. ``variant`` is what a search calls it."""
         profile_path(planned.profile)  # a profile that there is not is found before a server is started
         self.prepare()
         if (key := self._key(planned, number)) in self._runs:
             return self._runs[key]
-        target = self.target
+        target = dataclasses.replace(self.target, variant=variant)
         with self._lease():
             return self._measure(target, planned, number)
 
@@ -318,8 +318,9 @@ class Session:
             of=self.window_count(planned),
             longest=None if planned.requests else self._longest,  # a single request is sized by its own server's limit
         )
-        self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, window {number + 1} of {self.window_count(planned)}")
-        key = (*self._key(planned, number), *([target.variant] if target.variant else [])) if keep else None
+        what = target.variant or f"window {number + 1} of {window.of}"
+        self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, {what}")
+        key = (*self._key(planned, number), *filter(None, [target.variant])) if keep else None
         return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
     def sweep(self, command: str, variant: str, planned: Planned, windows: int) -> list[Run]:

@@ -16,7 +16,7 @@ PACKAGE = Path(pytest_kvcache.__file__).parent
 ORDER = [
     "errors", "units", "quantities", "qualityrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
     "analysis", "judge", "report", "planned", "measure", "conclusion", "cards", "opening", "adopting", "experimenting", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
-    "inspection", "diagnosis", "qualifying", "gating", "planning", "demo", "cli", "suite",
+    "inspection", "diagnosis", "qualifying", "gating", "searching", "planning", "demo", "cli", "suite",
 ]  # fmt: skip
 HEAVY = ("pandas", "numpy", "scipy", "matplotlib", "httpx", "pynvml", "msgspec", "prometheus_client", "jinja2", "rich", "locust", "gevent", "psutil")
 PYTEST_ROOMS = {"marks", "options", "fixtures", "hookspecs", "plugin", "suite"}

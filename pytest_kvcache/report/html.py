@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pytest_kvcache import __version__, units
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import charts, diagnosed, memory, sections, svg, taken
+from pytest_kvcache.report import charts, diagnosed, knee, memory, sections, svg, taken
 from pytest_kvcache.report.escape import block, plain
 from pytest_kvcache.report.model import (
     SessionView,
@@ -102,6 +102,7 @@ def report(view: SessionView) -> str:
         "ledgers": memory.ledgers(view),
         "diagnosed": diagnosed.section(view),
         "sweep": memory.sweep_table(view),
+        "search": _search(view),
         "waste": memory.waste_table(view),
         "balance": memory.balance_table(view),
         "rejections": sections.rejections(view),
@@ -127,14 +128,19 @@ def report(view: SessionView) -> str:
     }
     present |= {"payload": context["payload"].rows, "demand": context["demand"].rows}
     present |= {"memory": context["ledgers"], **{name: context[name].rows for name in ("sweep", "waste", "balance")}}
-    present |= {"latency": context["latency"].rows, "quality": context["quality"]}
+    present |= {"search": context["search"], "latency": context["latency"].rows, "quality": context["quality"]}
     names = {
-        "findings": "Findings", "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
+        "findings": "Findings", "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "search": "Search", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
         "payload": "What fills the pool", "demand": "Peak and pool", "memory": "Memory", "waste": "Waste", "balance": "Balance",
         "rejections": "Rejections", "latency": "Latency", "quality": "Quality", "validity": "Validity", "again": "Repeat", "environment": "Environment",
     }  # fmt: skip
     context["contents"] = [(id, name) for id, name in names.items() if id not in present or present[id]]
     return _template().render(context)
+
+
+def _search(view: SessionView) -> dict[str, Any] | None:
+    found = knee.section(view)
+    return {"table": found["table"], "chart": _drawn(found["draw"])} if found else None
 
 
 def _moment(wall_s: float) -> str:

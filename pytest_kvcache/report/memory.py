@@ -11,6 +11,7 @@ from pytest_kvcache.analysis.balance import Idling
 from pytest_kvcache.analysis.ledger import CardLedger, Part
 from pytest_kvcache.analysis.sweep import sweep, variants_of
 from pytest_kvcache.analysis.waste import Lengths, waste
+from pytest_kvcache.judge.search_file import read_search
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.report.escape import plain
 from pytest_kvcache.report.model import SessionView, at_peak, is_probe, show_value
@@ -186,7 +187,7 @@ def _unevenness(analysis: Analysis) -> float:
 def sweep_table(view: SessionView) -> Table:
     """Return the variants of a sweep side by side with the recommendation, an empty table where nothing was swept."""
     table = Table(["setting", "usage, peak", "payload in pages", "output rate", "TTFT p50", "CPU per 1,000 tokens", "preemptions", "rejected"])
-    groups = variants_of(view.after)
+    groups = variants_of(view.after) if read_search(view.folder) is None else {}  # levels of a search are no values of a setting
     record = next((analyses[0].run.record for analyses in groups.values()), None)
     if record is None:
         return table
