@@ -141,6 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     diagnosis.add_arguments(add("diagnose", diagnosis.run_diagnose, help, diagnosis.OPTIONS))
     report = add("report", _report, "make report.html and summary.md of a session folder again")
     report.add_argument("folder", metavar="FOLDER")
+    report.add_argument("--export", nargs=2, metavar=("llm-d", "OUT"), help="write its Runs as benchmark reports of llm-d (format 0.2) as well")
     engine = add("engine", _engine, "install, list or remove the engines that this package can run itself")
     engine.add_argument("action", choices=("list", "install", "remove"))
     engine.add_argument("engine_name", nargs="?", metavar="NAME")
@@ -325,10 +326,16 @@ def _report(arguments: argparse.Namespace) -> int:
     from pytest_kvcache.report.terminal import summary
     from pytest_kvcache.report.write import build_view, write_view
 
+    if arguments.export and arguments.export[0] != "llm-d":
+        raise UsageError(f"no export is called {arguments.export[0][:40]!r}", hint="--export llm-d OUT.json")
     view = build_view(Path(arguments.folder))
     path = write_view(view)
     print(summary(view, color=sys.stdout.isatty()))
     print(path)
+    if arguments.export:
+        from pytest_kvcache.report.llmd import export
+
+        print(*export(view, Path(arguments.export[1])), sep="\n")
     return 0
 
 

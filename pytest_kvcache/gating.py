@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from pytest_kvcache.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_kvcache.analysis.timeline import Analysis
     from pytest_kvcache.judge.thresholds import Thresholds
+    from pytest_kvcache.runfolder import Run
     from pytest_kvcache.session import Session
 
 SCHEMAS = {
@@ -27,7 +31,10 @@ SCHEMAS = {
 def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what ``gate`` takes beside the options of a session."""
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a Run's folder, a session folder, or the name of a saved baseline; several are judged together"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a Run's folder, a session folder, the name of a saved baseline, or a result file of AIPerf, GuideLLM, vllm bench or SGLang's bench_serving; several are judged together",
     )
     parser.add_argument(
         "--require", action="append", default=[], metavar="CONDITION", help='one more threshold, as in "usage.peak < 0.9"; repeatable'
@@ -36,6 +43,9 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def judge_stored(arguments: argparse.Namespace, session: Session) -> None:
     """Judge stored Runs by thresholds into ``session``. Raises KvError."""
+    from tempfile import TemporaryDirectory
+
+    from pytest_kvcache.importing import import_results
     from pytest_kvcache.judge.baseline import load_baseline
     from pytest_kvcache.judge.compare import compare, invalid
     from pytest_kvcache.judge.thresholds import judge_thresholds
@@ -43,24 +53,45 @@ def judge_stored(arguments: argparse.Namespace, session: Session) -> None:
     settings = session.settings
     thresholds = thresholds_of(settings.thresholds, arguments.require)
     reports = Path(settings.reports)
-    after = [run for name in arguments.runs for run in load_baseline(name, reports)]
-    before = load_baseline(settings.baseline, reports) if settings.baseline else []
-    if thresholds.need_baseline and not before:
-        raise UsageError(
-            "a threshold compares with the baseline, and none was named", where=thresholds.path, hint="--baseline NAME or the path of a session"
-        )
+    with TemporaryDirectory(prefix="pytest-kvcache-") as scratch:
+
+        def stored(name: str, side: str) -> list[Run]:
+            # a file is what another load tool wrote
+            return import_results(Path(name), Path(scratch, side)) if Path(name).is_file() else load_baseline(name, reports)
+
+        after = [run for name in arguments.runs for run in stored(name, "after")]
+        before = stored(settings.baseline, "before") if settings.baseline else []
+        _adopt(session, thresholds, before, after)
     spoilt = {}
-    if before:
-        session.adopt(before, "before")
-    session.adopt(after, "after" if before else "")
     if before:
         comparison = compare(session.before_analyses(), session.after_analyses(), settings)
         session.notes, session.problems = list(comparison.notes), [problem.text for problem in comparison.problems]
         spoilt = dict(comparison.spoilt)
+    session.notes += imported_notes(session.after_analyses())
     for gate in judge_thresholds(thresholds.lines, session.after_analyses(), session.before_analyses()):
         session.record(invalid(gate, spoilt.get(gate.lane, ())) if gate.before is not None else gate)
     if thresholds.on_inconclusive and "on_inconclusive" not in settings.sources:
         session.settings = settings.replace(on_inconclusive=thresholds.on_inconclusive)
+
+
+def _adopt(session: Session, thresholds: Thresholds, before: list[Run], after: list[Run]) -> None:
+    if thresholds.need_baseline and not before:
+        raise UsageError(
+            "a threshold compares with the baseline, and none was named", where=thresholds.path, hint="--baseline NAME or the path of a session"
+        )
+    if before:
+        session.adopt(before, "before")
+    session.adopt(after, "after" if before else "")
+
+
+def imported_notes(analyses: Sequence[Analysis]) -> list[str]:
+    """Return what must be known to read the figures of another load tool; nothing where none was imported."""
+    notes = [
+        f"{analysis.run.record.profile}: imported from {analysis.run.record.imported_from}; {'; '.join(analysis.run.record.notes)}"
+        for analysis in analyses
+        if analysis.run.record.imported_from
+    ]
+    return [*dict.fromkeys(notes)][:20]
 
 
 def thresholds_of(file: str, conditions: list[str]) -> Thresholds:

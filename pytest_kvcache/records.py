@@ -249,7 +249,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have;
     ``kv_groups`` are the model's cache groups where its config.json was named (analysis/holding.py: Group); ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
     ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``), ``pressure`` what the items
-    asked under pressure were asked under.
+    asked under pressure were asked under. ``imported`` holds what another load tool, ``imported_from``, told; then there are no series.
     """
 
     schema_version: int
@@ -292,6 +292,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     launch_id: str = ""
     clock_step_s: float = 0.0
     pressure: list[PressureRecord] = []
+    imported: dict[str, ValueRecord] = {}
+    imported_from: str = ""
 
 
 class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):

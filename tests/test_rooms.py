@@ -15,7 +15,7 @@ PACKAGE = Path(pytest_kvcache.__file__).parent
 # The order of the rooms: a module imports what stands before it, never what stands after it.
 ORDER = [
     "errors", "units", "quantities", "qualityrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
-    "analysis", "judge", "report", "planned", "measure", "conclusion", "cards", "opening", "adopting", "experimenting", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
+    "imports", "analysis", "judge", "report", "planned", "measure", "conclusion", "cards", "opening", "adopting", "importing", "experimenting", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
     "inspection", "diagnosis", "qualifying", "gating", "searching", "planning", "demo", "cli", "suite",
 ]  # fmt: skip
 HEAVY = ("pandas", "numpy", "scipy", "matplotlib", "httpx", "pynvml", "msgspec", "prometheus_client", "jinja2", "rich", "locust", "gevent", "psutil")

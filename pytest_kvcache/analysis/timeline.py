@@ -133,6 +133,8 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     the drain belongs to them; means and throughput are over the load itself.
     """
     record = run.record
+    if record.imported_from:
+        return _imported(run, limits)
     asked = [row for row in run.quality() if not row.part]  # those under pressure and of other sets are judged by gates of their own
     quality: QualitySummary | Missing = summarise(asked) if asked else Missing("no quality item was asked")
     values = config_values(record)
@@ -204,6 +206,14 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
         prefixes=shared,
         pauses=longest_pauses(rows, lost),
     )
+
+
+def _imported(run: Run, limits: Limits | None) -> Analysis:
+    """Return the Analysis of a load that another tool ran: what it told, and nothing of the server."""
+    lacking = Missing(f"a result file of {run.record.imported_from} does not tell it")
+    values: dict[str, Value] = {**dict.fromkeys(KNOWN, lacking), **{name: held.to_value() for name, held in run.record.imported.items()}}
+    facts = Facts(polled=False, tool=tuple(run.record.problems), sent=1)
+    return Analysis(run, values, problems=problems(facts, limits), facts=facts)
 
 
 def _window(run: Run, rows: Rows) -> Window:

@@ -123,14 +123,14 @@ def judge_probe(level: float, condition: Condition, analysis: Analysis, *, paced
     if outcome.verdict in {INCONCLUSIVE, NOT_APPLICABLE}:
         why = "no part of the condition can happen on this engine" if outcome.verdict == NOT_APPLICABLE else "what the condition names is not told"
         return Probe(level, None, f"{why}: {outcome.text}", missing=True)
-    broke = outcome.verdict == PASS
+    broke, said = outcome.verdict == PASS, outcome.text.replace(", asked for ", ", stops at ")
     problems = [problem for problem in analysis.problems if problem.rule not in ((*MISSED, *_SATURATED) if broke else _THIN)]
     if not broke and paced and any(problem.rule == "capped" for problem in problems):
         return Probe(level, True, f"the server does not keep up: {problems[0].text}")
     if problems:
         return Probe(level, None, f"{problems[0].text}; to mend it: {problems[0].mend}", unsound=True)
     thin = next((f"{problem.text}; to mend it: {problem.mend}" for problem in analysis.problems if problem.rule in _THIN), "")
-    return Probe(level, broke, outcome.text, thin="" if broke else thin)
+    return Probe(level, broke, said, thin="" if broke else thin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ def against(answer: Answer, analyses: Sequence[Analysis], axis: str, computed: R
         how = f"{answer.holds:,.4g} requests/s kept {at_once:,.1f} requests running on average, which"
     said = f"{how} held, which is" if axis == "users" else f"{how} is"
     if at_once < 0.9 * computed.number():
-        return f"{text}; {said} less: something else than the size of the pool broke first."
+        return f"{text}; {said} less: something else than room for requests broke first."
     if at_once > 1.1 * max(computed.number(), mean.number() if mean is not None else 0.0):
         return f"{text}; {said} more: requests are not all at their full length at once, or wait without breaking the condition."
     return f"{text}; {said} as computed."

@@ -1,0 +1,61 @@
+"""Result files of other load tools become Runs, so that the same thresholds judge them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from pytest_kvcache.imports import read_results
+from pytest_kvcache.imports.result import Result
+from pytest_kvcache.machine import machine_facts
+from pytest_kvcache.measure import run_folder
+from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, ValueRecord
+from pytest_kvcache.runfolder import Run, write_run
+
+_KEPT_BYTES = 32 << 20
+
+
+def import_results(path: Path, session: Path) -> list[Run]:
+    """Write a Run below ``session`` for each load that a result file of another tool tells of, the file beside each, and return them.
+
+    Raises UsageError and CannotJudge where the file cannot be read or no known tool wrote it, CannotWrite.
+    """
+    results = read_results(path)
+    names = _names(results)
+    return [_run(path, session, result, name, window) for result, (name, window) in zip(results, names, strict=True)]
+
+
+def _names(results: list[Result]) -> list[tuple[str, int]]:
+    """Return for each load its profile and window: loads of one name are windows of it."""
+    seen: dict[str, int] = {}
+    found = []
+    for result in results:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", result.name).strip("-.")[:60] or "imported"
+        found.append((name, seen.setdefault(name, 0)))
+        seen[name] += 1
+    return found
+
+
+def _run(path: Path, session: Path, result: Result, name: str, window: int) -> Run:
+    folder = run_folder(session, name)
+    if path.stat().st_size <= _KEPT_BYTES:
+        shutil.copyfile(path, folder / "imported.json")
+    record = RunRecord(
+        schema_version=SCHEMA_VERSION,
+        id=f"{name}-{window}",
+        profile=name,
+        window=window,
+        model=result.model,
+        started_wall_s=result.began_wall_s,
+        ended_wall_s=result.ended_wall_s or result.began_wall_s,
+        options=dict(result.options),
+        problems=list(result.problems),
+        notes=list(result.notes),
+        versions={result.tool: result.version} if result.version else {},
+        machine=machine_facts(),
+        provenance={"imported from": f"a result file of {result.tool}"},
+        imported={key: ValueRecord.of(value) for key, value in result.values.items()},
+        imported_from=result.tool,
+    )
+    return write_run(folder, record)

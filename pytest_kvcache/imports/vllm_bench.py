@@ -1,0 +1,82 @@
+"""The result of ``vllm bench serve --save-result``, also the summary.json of ``vllm bench sweep serve``. Times are in milliseconds.
+
+Fields as vLLM 0.32 writes them (vllm/benchmarks/serve.py); the latencies and, with ``--save-detailed``, the times of each request are in seconds.
+"""
+
+from __future__ import annotations
+
+import calendar
+import time
+from typing import Any
+
+from pytest_kvcache.imports.result import Figures, Result, as_number, numbers, quantiles, text
+
+TOOL = "vllm bench"
+_ASK = "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,95,99"
+
+
+def claims(raw: dict[str, Any]) -> bool:
+    """Return whether this is such a result."""
+    return "endpoint_type" in raw and "completed" in raw and "request_throughput" in raw
+
+
+def read(raw: dict[str, Any]) -> list[Result]:
+    """Return the one load that it tells of."""
+    figures = Figures(TOOL)
+    completed = as_number(raw["completed"])
+    failed = as_number(raw.get("failed"))
+    planned = as_number(raw.get("num_prompts"))
+    if failed is None and planned is not None and completed is not None:
+        failed = max(planned - completed, 0.0)
+    figures.requests(completed, failed, "completed and failed")
+    rate, cap = as_number(raw.get("request_rate")), as_number(raw.get("max_concurrency"))
+    held_back = "requests had a rate and a cap on how many are in flight" if rate is not None and cap is not None else ""
+    problems = () if completed else ("no request was answered, so its times are none",)
+    if completed:
+        figures.put("output_tokens", raw.get("total_output_tokens"), "total_output_tokens")
+        figures.put("prompt_tokens", raw.get("total_input_tokens"), "total_input_tokens")
+        figures.put("throughput", raw.get("output_throughput"), "output_throughput")
+        inputs = numbers(raw.get("input_lens"))
+        total = as_number(raw.get("total_input_tokens"))
+        figures.put("prompt_length.mean", total / completed if total is not None else None, "total_input_tokens / completed")
+        figures.put("prompt_length.max", max(inputs) if inputs else None, "input_lens")
+        figures.lack("prompt_length.max", f"{TOOL} did not write it: --save-detailed")
+        gaps = [gap for row in raw.get("itls") or [] for gap in numbers(row)]
+        figures.put("gap.max", max(gaps) if gaps else None, "itls")
+        figures.lack("gap.max", f"{TOOL} did not write it: --save-detailed")
+        figures.times("ttft", _percentiles(raw, "ttft"), "ttft_ms", scale=1e-3, held_back=held_back, ask=_ASK)
+        ends = quantiles([value for value in numbers(raw.get("latencies")) if value > 0]) if not failed else {}
+        stated = {share: value / 1e3 for share, value in _percentiles(raw, "e2el").items()}
+        figures.times("latency", stated or ends, "e2el_ms" if stated else "latencies", scale=1.0, held_back=held_back, ask=_ASK)
+    options: dict[str, Any] = {"users": cap, "rate": rate, "requests_planned": planned, "duration_s": as_number(raw.get("duration"))}
+    name = "-".join([TOOL.replace(" ", "-"), *([f"c{cap:g}"] if cap else []), *([f"r{rate:g}"] if rate else [])])
+    began = _began(text(raw.get("date")))
+    return [
+        Result(
+            TOOL,
+            name,
+            figures.values,
+            model=text(raw.get("model_id")),
+            options={key: value for key, value in options.items() if value is not None},
+            began_wall_s=began,
+            problems=problems,
+            notes=(f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",),
+        )
+    ]
+
+
+def _percentiles(raw: dict[str, Any], name: str) -> dict[int, float]:
+    found = {share: value for share in (50, 95) if (value := as_number(raw.get(f"p{share}_{name}_ms"))) is not None}
+    if 50 not in found and (median := as_number(raw.get(f"median_{name}_ms"))) is not None:
+        found[50] = median
+    if 95 not in found and name == "ttft" and not any(raw.get("errors") or []):
+        found |= {share: value * 1e3 for share, value in quantiles(numbers(raw.get("ttfts"))).items() if share not in found}
+    return found
+
+
+def _began(date: str) -> float:
+    """Return the Unix time of a date such as 20261129-213412, which bears no zone and is taken as UTC; 0 where it is none."""
+    try:
+        return float(calendar.timegm(time.strptime(date, "%Y%m%d-%H%M%S")))
+    except ValueError:
+        return 0.0
