@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-import shutil
 from pathlib import Path
 
 from pytest_kvcache.imports import read_results
@@ -13,17 +13,18 @@ from pytest_kvcache.measure import run_folder
 from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, ValueRecord
 from pytest_kvcache.runfolder import Run, write_run
 
-_KEPT_BYTES = 32 << 20
-
 
 def import_results(path: Path, session: Path) -> list[Run]:
-    """Write a Run below ``session`` for each load that a result file of another tool tells of, the file beside each, and return them.
+    """Write a Run below ``session`` for each load that a result file of another tool tells of, and return them.
 
+    The file itself is not kept: some tools write the key of the server into it. Its hash is.
     Raises UsageError and CannotJudge where the file cannot be read or no known tool wrote it, CannotWrite.
     """
     results = read_results(path)
     names = _names(results)
-    return [_run(path, session, result, name, window) for result, (name, window) in zip(results, names, strict=True)]
+    with path.open("rb") as file:
+        origin = {"result file": path.name, "its SHA-256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return [_run(origin, session, result, name, window) for result, (name, window) in zip(results, names, strict=True)]
 
 
 def _names(results: list[Result]) -> list[tuple[str, int]]:
@@ -37,10 +38,8 @@ def _names(results: list[Result]) -> list[tuple[str, int]]:
     return found
 
 
-def _run(path: Path, session: Path, result: Result, name: str, window: int) -> Run:
+def _run(origin: dict[str, str], session: Path, result: Result, name: str, window: int) -> Run:
     folder = run_folder(session, name)
-    if path.stat().st_size <= _KEPT_BYTES:
-        shutil.copyfile(path, folder / "imported.json")
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
         id=f"{name}-{window}",
@@ -54,7 +53,7 @@ def _run(path: Path, session: Path, result: Result, name: str, window: int) -> R
         notes=list(result.notes),
         versions={result.tool: result.version} if result.version else {},
         machine=machine_facts(),
-        provenance={"imported from": f"a result file of {result.tool}"},
+        provenance={"imported from": f"a result file of {result.tool}", **origin},
         imported={key: ValueRecord.of(value) for key, value in result.values.items()},
         imported_from=result.tool,
     )

@@ -211,4 +211,4 @@ def run_search(arguments: argparse.Namespace, session: Session, say: Say) -> Non
     profile_path(arguments.profile)
     found = search(session, arguments.profile, condition, question, axis, minutes=arguments.minutes, say=say)
     session.record(gate_of(found, condition, axis, session))
-    print(shown(session.folder))
+    print(shown(session.folder, session.after_analyses()))

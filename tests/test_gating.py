@@ -112,3 +112,49 @@ def test_the_schema_says_which_verdicts_there_are(capsys: pytest.CaptureFixture[
     properties = schema["$defs"]["VerdictRecord"]["properties"]
     assert properties["verdict"]["enum"] == ["PASS", "FAIL", "INCONCLUSIVE", "INVALID"]
     assert set(schema["$defs"]["GateRecord"]["properties"]) == set(GateRecord.__struct_fields__)
+
+
+IMPORTS = Path(__file__).parent / "data" / "imports"
+
+
+@pytest.mark.parametrize("name", ["vllm_bench_detailed.json", "aiperf.json", "guidellm.json", "sglang_bench.jsonl"])
+def test_the_numbers_of_another_load_tool_meet_the_same_thresholds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(IMPORTS / name)
+    assert main(["gate", file, "--require", "ttft.p95 <= 1.5s", "--require", "requests.ok > 0"]) == 0
+    assert main(["gate", file, "--require", "ttft.p95 <= 1ms"]) == 1
+    assert "report.html" in capsys.readouterr().out
+    # none of them sees the KV cache
+    for condition in ("usage.peak < 0.9", "preemptions == 0", "free_blocks.min >= 1", "quality.pass_rate >= 0"):
+        assert main(["gate", file, "--require", condition]) == 3
+        said = " ".join(capsys.readouterr().out.split())
+        assert "does not tell it" in said or "no Run answers it" in said
+
+
+def test_a_benchmark_without_an_answer_passes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(IMPORTS / "vllm_bench_dead.json")
+    assert main(["gate", file, "--require", "rejections <= 100"]) == 4
+    assert main(["gate", file, "--require", "ttft.p95 <= 9s"]) in {3, 4}
+    assert "no request was answered" in capsys.readouterr().out
+
+
+def test_an_imported_result_is_a_run_that_can_be_told_again_without_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = json.loads((IMPORTS / "guidellm.json").read_text())
+    raw["config"]["spec"]["backend"]["api_key"] = "sk-not-for-reports"
+    Path("guide.json").write_text(json.dumps(raw))
+    assert main(["gate", "guide.json", "--require", "throughput > 1"]) == 0
+    (folder,) = [path.parent for path in Path("reports").glob("*/verdict.json")]
+    Path("guide.json").unlink()
+    assert main(["report", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "PASS" in out
+    for path in folder.rglob("*"):
+        assert not path.is_file() or b"sk-not-for-reports" not in path.read_bytes(), path
+    page = (folder / "report.html").read_text()
+    assert "imported from GuideLLM" in page
+    assert "guidellm-concurrent-c2" in page
+
+
+def test_a_result_can_be_the_baseline_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = str(IMPORTS / "vllm_sweep_summary.json"), str(IMPORTS / "vllm_sweep_summary.json")
+    assert main(["gate", after, "--baseline", before, "--require", "throughput >= baseline * 0.5"]) in {0, 3}
+    assert "throughput" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from pytest_kvcache.judge.search_file import SearchRecord, read_search
 from pytest_kvcache.quantities import KNOWN, Reading
 from pytest_kvcache.report.charts import compact
 from pytest_kvcache.report.escape import plain
-from pytest_kvcache.report.model import SessionView
+from pytest_kvcache.report.model import SessionView, show_number
 from pytest_kvcache.report.sections import Table
 from pytest_kvcache.report.svg import AFTER, BOUND, INK, MUTED, canvas, context, to_text
 
@@ -115,7 +115,7 @@ def draw(record: SearchRecord, drawn: Sequence[Panel], *, key: str = "knee") -> 
                         clip_on=False,
                     )
             axes.set_ylim(0, top * 1.12 if top > 0 else 1)
-            axes.yaxis.set_major_locator(MaxNLocator(4))
+            axes.yaxis.set_major_locator(MaxNLocator(4, integer=panel.unit not in {"ratio", "s", "bytes"} and top >= 2))
             axes.yaxis.set_major_formatter(FuncFormatter(_formatter(panel.unit, top)))
             axes.set_title(panel.title, loc="left", fontsize=8, color=INK, pad=4)
         grid[-1, 0].set_xlabel("users" if record.axis == "users" else "requests a second", fontsize=7.5)
@@ -143,21 +143,25 @@ def levels(record: SearchRecord) -> list[Level]:
     return levels_of([Probe(probe.level, probe.broke, probe.text) for probe in record.probes])
 
 
-def table(record: SearchRecord) -> Table:
-    """Return the levels with how often each held and broke, the interval of the share that breaks, and what the condition last said."""
+def table(record: SearchRecord, drawn: Sequence[Panel]) -> Table:
+    """Return the levels with how often each held and broke, the interval of the share that breaks, and what was measured there."""
     found = Table(
-        [record.axis if record.axis == "users" else "requests/s", "held", "broke", "share that breaks, 95 % each way", "the last of them said"],
-        labels=1,
+        [record.axis if record.axis == "users" else "requests/s", "held", "broke", "breaks, 95 % each way", *(panel.title for panel in drawn)]
     )
-    said = {probe.level: probe.text for probe in record.probes}
     for level in levels(record)[:MOST_ROWS]:
         mark = ", holds" if level.level == record.holds else ", breaks" if level.level == record.breaks else ""
         share = f"{units.show(level.low, 'ratio')} to {units.show(level.high, 'ratio')}" if level.held + level.broke else "not judged"
-        # a bracket in a cell begins its small print
-        text = plain(said.get(level.level, ""), 160).replace(" (", ", ").replace(")", "")
-        found.rows.append([f"{level.level:,.6g}{mark}", str(level.held), str(level.broke), share, text])
-    found.notes = [plain(line, 900) for line in (f"Until {record.until}: {record.text}.", record.against) if line]
+        cells = [_range([value for at, value, _ in panel.points if at == level.level], panel.unit) for panel in drawn]
+        found.rows.append([f"{level.level:,.6g}{mark}", str(level.held), str(level.broke), share, *cells])
+    found.notes = [plain(line, 900) for line in (f"Until {record.until}: {record.text.rstrip('. ')}.", record.against) if line]
     return found
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return "—"
+    low, high = show_number(min(values), unit), show_number(max(values), unit)
+    return low if low == high else f"{low} to {high}"
 
 
 def section(view: SessionView) -> dict[str, Any] | None:
@@ -166,15 +170,15 @@ def section(view: SessionView) -> dict[str, Any] | None:
     if record is None or not record.probes:
         return None
     found = panels(record, view.after)
-    return {"table": table(record), "draw": lambda: draw(record, found)}
+    return {"table": table(record, found), "draw": lambda: draw(record, found)}
 
 
-def shown(folder: Path) -> str:
+def shown(folder: Path, analyses: Sequence[Analysis]) -> str:
     """Return a search as plain text for a terminal; empty where the folder holds none."""
     from tabulate import tabulate
 
     record = read_search(folder)
     if record is None:
         return ""
-    found = table(record)
+    found = table(record, panels(record, analyses))
     return f"{tabulate(found.rows, headers=found.columns, disable_numparse=True)}\n\n" + "\n".join(found.notes)
