@@ -231,11 +231,11 @@ class Session:
         """Return the Run of one window of ``planned``; the same window is measured once a session. ``variant`` is what a search calls it."""
         profile_path(planned.profile)  # a profile that there is not is found before a server is started
         self.prepare()
-        if (key := self._key(planned, number)) in self._runs:
-            return self._runs[key]
-        target = dataclasses.replace(self.target, variant=variant)
-        with self._lease():
-            return self._measure(target, planned, number)
+        if (key := self._key(planned, number)) not in self._runs:
+            target = dataclasses.replace(self.target, variant=variant)
+            with self._lease():
+                return self._measure(target, planned, number)
+        return self._runs[key]
 
     def windows(self, planned: Planned) -> list[Run]:
         """Return the windows of ``planned``: one for each repeat of an experiment, ``settings.windows`` where something is saved or compared with a
@@ -289,8 +289,8 @@ class Session:
 
     @staticmethod
     def _key(planned: Planned, number: int) -> tuple[Any, ...]:
-        numbers = (planned.users, planned.duration_s, planned.output_tokens, planned.requests)
-        return (planned.profile, *numbers, tuple(sorted(planned.options.items())), number)
+        numbers = planned.users, planned.duration_s, planned.output_tokens, planned.requests
+        return planned.profile, *numbers, tuple(sorted(planned.options.items())), number
 
     def _measure(self, target: Target, planned: Planned, number: int, *, keep: bool = True) -> Run:
         self._servers.check(target)
@@ -318,8 +318,7 @@ class Session:
             of=self.window_count(planned),
             longest=None if planned.requests else self._longest,  # a single request is sized by its own server's limit
         )
-        what = target.variant or f"window {number + 1} of {window.of}"
-        self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, {what}")
+        self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, {target.variant or f'window {number + 1} of {window.of}'}")
         key = (*self._key(planned, number), *filter(None, [target.variant])) if keep else None
         return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
