@@ -25,6 +25,7 @@ from pytest_kvcache.errors import CannotJudge, UsageError
 
 Size = int | float | str
 _SHOWN_LENGTH = 4096
+_FLAGS = frozenset({"async_scheduling", "chunked_local_hybrid", "mtp", "unified", "swa_full"})
 ENGINES = ("vllm", "sglang", "llamacpp", "paged")
 
 
@@ -147,6 +148,8 @@ def plan(
     _contradictions(gpu_memory, kv_memory, utilization, weights, parameters, activation, graphs, other, gpu_free)
     _counts(concurrency=concurrency, length=length, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, max_num_seqs=max_num_seqs)
     _counts(tp=tp, pp=pp, dp=dp, dcp=dcp, num_gpu_blocks_override=num_gpu_blocks_override)
+    if not 0 < risk < 1:
+        raise UsageError(f"a risk of {risk} is no probability", hint="0.001 means once in a thousand")
     _counts(max_model_len=None if max_model_len == -1 else max_model_len)
     if engine not in ENGINES:
         raise UsageError(f"no engine {str(engine)[:40]!r} is planned for", hint=f"one of {', '.join(ENGINES)}")
@@ -165,6 +168,9 @@ def plan(
     unknown = settings.keys() - {field.name for field in fields(EngineShape)}
     if unknown:
         raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}", hint=f"EngineShape has {', '.join(f.name for f in fields(EngineShape))}")
+    _meant(more)
+    if num_gpu_blocks_override is not None and engine in ("sglang", "llamacpp"):
+        raise UsageError(f"num_gpu_blocks_override is not of {engine}", hint="--kv-memory states its pool")
     shape = EngineShape(**settings)
     found = _weights(source, architecture, shape, size(weights), parameters)
     card = None
@@ -180,7 +186,10 @@ def plan(
     inputs = read_checklist(Path(checklist)) if isinstance(checklist, (str, Path)) else list(checklist or ())
     checked = tuple(check(given, one) for one in inputs)
     verdict, reason = judge(given, load, checked, at, length is not None, risk)
-    made = Plan(given, at, verdict, reason, load, checked, (), None, tuple(dict.fromkeys([*given.assumptions, *assumptions])), _notes(given))
+    notes = list(_notes(given))
+    if utilization is not None and gpu_memory is None and load is None:
+        notes.append(f"utilization {utilization:g} decides nothing: no card is stated (--gpu-memory)")
+    made = Plan(given, at, verdict, reason, load, checked, (), None, tuple(dict.fromkeys([*given.assumptions, *assumptions])), tuple(notes))
     if with_levers:
         made = replace(made, levers=tuple(levers(given, load.per_engine if load else None, at, Sharing(shared_prefix, hit_share))))
     return made
@@ -204,6 +213,22 @@ def _counts(**values: int | None) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_TOKENS):
             hint = "a whole number, 1 or more" + (", or -1: fitted by vLLM" if name == "max_model_len" else "")
             raise UsageError(f"{name} = {str(value)[:40]} is no count", hint=hint)
+
+
+def _meant(more: Mapping[str, Any]) -> None:
+    """Raise UsageError for a further setting whose value cannot be meant; None stands for the engine's own default."""
+    for name, value in more.items():
+        if value is None:
+            continue
+        if name in _FLAGS and not isinstance(value, bool):
+            raise UsageError(f"{name} = {str(value)[:40]} is neither true nor false")
+        if name in ("slots", "micro_batch", "numa_nodes"):
+            _counts(**{name: value})
+        least = {"encoder_tokens": 0, "state_slots": 0}.get(name)
+        if least is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKENS):
+            raise UsageError(f"{name} = {str(value)[:40]} is no count", hint=f"a whole number, {least} or more")
+        if name == "swa_ratio" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
+            raise UsageError(f"swa_ratio = {str(value)[:40]} is no share", hint="0.8 means 80 %")
 
 
 def _platform(platform: str, engine: str, gpu_memory: Any, block_size: int | None, assumptions: list[str]) -> dict[str, Any]:

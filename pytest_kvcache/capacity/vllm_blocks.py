@@ -288,4 +288,19 @@ def _refusal(architecture: Architecture, shape: EngineShape, caches: Sequence[_C
         return f"User-specified max_model_len ({shape.max_model_len}) is greater than the derived max_model_len ({architecture.context})"
     if shape.dcp > 1 and any(cache.kind in ("sliding", "chunked") for cache in caches):
         return "decode context parallelism does not support window layers"
-    return ""
+    return _dcp_refusal(architecture, shape) if shape.dcp > 1 else ""
+
+
+def _dcp_refusal(architecture: Architecture, shape: EngineShape) -> str:
+    """Ranks of one tensor-parallel group share the tokens: they must hold copies of the same heads (``vllm/config/parallel.py``, ``model.py``)."""
+    if shape.tp % shape.dcp:
+        return f"tp_size={shape.tp} must be divisible by dcp_size={shape.dcp}"
+    heads = max((layer.kv_heads for layer in architecture.layers if layer.kind == "full"), default=0)
+    if architecture.latent or not heads:
+        return ""
+    if shape.tp <= heads:
+        return f"decode context parallelism needs more tensor-parallel ranks ({shape.tp}) than the model has KV heads ({heads})"
+    if shape.dcp > shape.tp // heads:
+        return f"a decode context parallelism of {shape.dcp} is more than the {shape.tp // heads} copies of each KV head that {shape.tp} ranks hold"
+    queries = architecture.query_heads // heads
+    return f"{queries} query heads per KV head cannot be divided by a decode context parallelism of {shape.dcp}" if queries % shape.dcp else ""

@@ -144,6 +144,22 @@ class View:
             return pool
         return size if isinstance(size, Missing) else self.reading("pool_tokens", pool.number() * size.number(), f"{pool.source} x {size.source}")
 
+    def rest(self, name: str, whole: Value, part: Value, source: str = "") -> Value:
+        """Return what ``part`` leaves of ``whole``."""
+        if isinstance(whole, Missing):
+            return whole
+        return part if isinstance(part, Missing) else self.checked(name, whole.number() - part.number(), source or f"{whole.source} - {part.source}")
+
+    def share(self, part: Value, whole: Value, source: str = "") -> Value:
+        """Return ``usage`` as ``part`` of ``whole``."""
+        if isinstance(whole, Missing):
+            return whole
+        if isinstance(part, Missing):
+            return part
+        if not whole.number():
+            return Missing("the pool has no block" if whole.unit == "blocks" else f"{whole.source} is 0")
+        return self.checked("usage", part.number() / whole.number(), source or f"{part.source} / {whole.source}")
+
     def listed_length(self) -> Value:
         """Return the least ``max_model_len`` of the base models that /v1/models lists; LoRA rows (with a parent) have none."""
         body = self.json("/v1/models")

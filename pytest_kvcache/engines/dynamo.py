@@ -93,9 +93,7 @@ def _used(view: View) -> Value:
 
 def _free(view: View) -> Value:
     used, pool = view.value("used_blocks"), view.apply(Series(_TOTAL, hint=_WORKER), "pool_blocks")
-    if isinstance(used, Missing):
-        return used
-    return pool if isinstance(pool, Missing) else view.checked("free_blocks", pool.number() - used.number(), f"{pool.source} - {used.source}")
+    return used if isinstance(used, Missing) else view.rest("free_blocks", pool, used)
 
 
 def _remarks(view: View) -> list[str]:

@@ -45,10 +45,7 @@ def _used(view: View) -> Value:
 
 
 def _free(view: View) -> Value:
-    used, pool = view.value("used_blocks"), view.value("pool_blocks")
-    if isinstance(used, Missing):
-        return used
-    return pool if isinstance(pool, Missing) else view.checked("free_blocks", pool.number() - used.number(), f"{pool.source} - used blocks")
+    return view.rest("free_blocks", view.value("pool_blocks"), view.value("used_blocks"))
 
 
 def _finished(*reasons: str) -> Series:

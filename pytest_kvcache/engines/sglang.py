@@ -106,10 +106,7 @@ def _free_tokens(view: View) -> Value:
         return view.reading("free_tokens", total, f"{_AVAILABLE} + {_EVICTABLE}")
     if view.has("sglang:kv_used_tokens"):
         return Missing(f"neither {_AVAILABLE} nor {_EVICTABLE} is in /metrics, and part of the pool may be protected")
-    pool, used = view.value("pool_tokens"), view.value("used_tokens")
-    if isinstance(pool, Missing):
-        return pool
-    return used if isinstance(used, Missing) else view.checked("free_tokens", pool.number() - used.number(), f"{pool.source} - {used.source}")
+    return view.rest("free_tokens", view.value("pool_tokens"), view.value("used_tokens"))
 
 
 def _fullest(view: View) -> Value:

@@ -37,21 +37,12 @@ def _of_the_batch(view: View, name: str, series: str) -> Value:
 
 
 def _free(view: View) -> Value:
-    pool, used = view.value("pool_tokens"), view.value("used_tokens")
-    if isinstance(pool, Missing):
-        return pool
-    return used if isinstance(used, Missing) else view.checked("free_tokens", pool.number() - used.number(), f"{pool.source} - {used.source}")
+    return view.rest("free_tokens", view.value("pool_tokens"), view.value("used_tokens"))
 
 
 def _usage(view: View) -> Value:
-    pool, used = view.value("pool_tokens"), view.value("used_tokens")
-    if isinstance(pool, Missing):
-        return pool
-    if isinstance(used, Missing):
-        return used
-    if not pool.number():
-        return Missing(f"{pool.source} is 0")
-    return view.checked("usage", used.number() / pool.number(), f"{used.source} / {pool.source} (reserved, not filled)")
+    told = view.share(view.value("used_tokens"), view.value("pool_tokens"))
+    return told if isinstance(told, Missing) else view.reading("usage", told.value, f"{told.source} (reserved, not filled)")
 
 
 DIALECT = Dialect(

@@ -35,20 +35,12 @@ def _used(view: View) -> Value:
 
 
 def _difference(view: View, name: str, other: str) -> Value:
-    pool, part = view.value("pool_blocks"), view.apply(_block(other), name)
-    if isinstance(pool, Missing):
-        return pool
-    return part if isinstance(part, Missing) else view.checked(name, pool.number() - part.number(), f"{pool.source} max - {other}")
+    return view.rest(name, view.value("pool_blocks"), view.apply(_block(other), name), f"{_BLOCKS} max - {other}")
 
 
 def _usage(view: View) -> Value:
     """Used / max: ``fraction`` is absent in some versions, and was wrong in others."""
-    pool, used = view.value("pool_blocks"), view.value("used_blocks")
-    if isinstance(pool, Missing):
-        return pool
-    if isinstance(used, Missing):
-        return used
-    return view.checked("usage", used.number() / pool.number(), f"{_BLOCKS} used / max") if pool.number() else Missing("the pool has no block")
+    return view.share(view.value("used_blocks"), view.value("pool_blocks"), f"{_BLOCKS} used / max")
 
 
 def _pool_tokens(view: View) -> Value:

@@ -49,21 +49,11 @@ def _used(view: View) -> Value:
 def _difference(view: View, name: str, other: str) -> Value:
     """The part of the pool that the other gauge leaves; both are of one pool."""
     rule = _both(f"trtllm_kv_cache_{other}", "kvCacheStats", _KEYS[other])
-    pool, part = view.value("pool_blocks"), view.apply(rule, other)
-    if isinstance(pool, Missing):
-        return pool
-    return part if isinstance(part, Missing) else view.checked(name, pool.number() - part.number(), f"{pool.source} - {part.source}")
+    return view.rest(name, view.value("pool_blocks"), view.apply(rule, other))
 
 
 def _usage(view: View) -> Value:
-    pool, used = view.value("pool_blocks"), view.value("used_blocks")
-    if isinstance(pool, Missing):
-        return pool
-    if isinstance(used, Missing):
-        return used
-    return (
-        view.checked("usage", used.number() / pool.number(), f"{used.source} / {pool.source}") if pool.number() else Missing("the pool has no block")
-    )
+    return view.share(view.value("used_blocks"), view.value("pool_blocks"))
 
 
 def _times(view: View, name: str, series: tuple[str, ...]) -> Value:

@@ -142,6 +142,13 @@ def test_several_gpus_share_weights_and_heads() -> None:
         {"gpu_memory": "80 apples", "weights": "14GiB"},
         {"gpu_memory": "0", "weights": "14GiB"},
         {"activation": "5GiB"},
+        {"slots": -3, "engine": "llamacpp"},
+        {"async_scheduling": "maybe"},
+        {"swa_ratio": 5, "engine": "sglang"},
+        {"encoder_tokens": -1},
+        {"state_slots": 1.5},
+        {"risk": 2, "kv_memory": "1GiB"},
+        {"num_gpu_blocks_override": 3, "engine": "sglang"},
         {"kv_memory": "1GiB", "max_model_len": 0},
         {"kv_memory": "1GiB", "max_model_len": -5},
         {"kv_memory": "1GX"},
@@ -238,3 +245,23 @@ def test_a_configuration_that_begins_with_a_byte_order_mark_is_read(tmp_path: Pa
     path = tmp_path / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA_31_8B).encode())
     assert plan(path).growth_bytes_per_token == 131072
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "words"),
+    [
+        (2, 3, "must be divisible by dcp_size=3"),
+        (8, 2, "more tensor-parallel ranks (8) than the model has KV heads (8)"),
+        (16, 4, "more than the 2 copies of each KV head"),
+        (16, 2, ""),
+    ],
+)
+def test_what_decode_context_parallelism_needs_is_told_before_a_start(tp: int, dcp: int, words: str) -> None:
+    made = plan(LLAMA_31_8B, kv_memory="20GiB", platform="gpu", tp=tp, dcp=dcp)
+    assert made.starts == (not words)
+    assert words in made.reason
+
+
+def test_a_share_of_no_card_is_said_to_decide_nothing() -> None:
+    assert any("utilization 0.9 decides nothing" in note for note in plan(LLAMA_31_8B, utilization=0.9).notes)
+    assert not any("decides nothing" in note for note in plan(LLAMA_31_8B, utilization=0.9, gpu_memory="80GiB", weights="15GiB").notes)
