@@ -30,7 +30,7 @@ def article_case(folder: Path) -> Analysis:
     rows = article_rows()
     held = round(0.92 * (BLOCKS - 1))
     level = {"usage": 0.92, "used_blocks": float(held), "free_blocks": float(BLOCKS - 1 - held), "running": 16.0}
-    samples = [sample(rows, T0 - 0.3 + i / 10, usable=BLOCKS - 1, **(level if i > 3 else {})) for i in range(52)]
+    samples = [sample(rows, T0 - 0.3 + i / 10, usable=BLOCKS - 1, **(level if i > 8 else {})) for i in range(52)]
     memory = MemoryRow(512 * GIB, 400 * GIB, processes={"1": 4 * GIB})
     samples[20] = msgspec.structs.replace(samples[20], gpus=[card(used=58, ours=58)], memory=memory)
     about: dict[str, Any] = {
