@@ -213,6 +213,7 @@ def _known() -> dict[str, Known]:
         "bound.seats": Known(ratio, "lower", "share of the busy time in which requests waited for a seat while blocks were free"),
         "bound.kv": Known(ratio, "lower", "share of the busy time in which requests waited for blocks"),
         "bound.budget": Known(ratio, "lower", "share of the busy time in which requests waited while seats and blocks were free"),
+        "bound.free": Known(ratio, "lower", "share of the busy time in which requests waited while blocks were free, where the seats are not told"),
         "stale.seconds": Known(s, "lower", "longest time in which gauges said that requests run and no token moved"),
         "stuck.seconds": Known(s, "lower", "longest time in which requests waited and no token moved"),
         "held.seconds": Known(s, "lower", "longest time in which something was held while nothing ran or waited"),

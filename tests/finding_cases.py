@@ -190,10 +190,13 @@ CASES: dict[str, tuple[Case, Case]] = {
     ),
     "seat-bound": (lambda folder: made(folder, None, busy(0.4, 8.0, 3.0)), lambda folder: made(folder, None, busy(0.97, 8.0, 3.0))),
     "kv-bound": (lambda folder: made(folder, None, busy(0.97, 4.0, 3.0)), lambda folder: made(folder, None, busy(0.4, 8.0, 3.0))),
-    "token-budget-bound": (lambda folder: made(folder, None, busy(0.4, 4.0, 3.0)), lambda folder: made(folder, None, busy(0.4, 8.0, 3.0))),
+    "token-budget-bound": (
+        lambda folder: made(folder, closed_loop(users=8), busy(0.4, 4.0, 3.0)),
+        lambda folder: made(folder, None, busy(0.4, 8.0, 3.0)),
+    ),
     "waiting-beside-free": (
         lambda folder: made(folder, (), busy(0.765, 1.0, 14.0, generation_tokens=5.0)),
-        lambda folder: made(folder, None, busy(0.765, 1.0, 14.0)),
+        lambda folder: made(folder, (), busy(0.765, 1.0, 0.0, generation_tokens=5.0)),
     ),
     "deferred-waiting": (
         lambda folder: made(folder, None, busy(0.4, 4.0, 3.0, waiting_capacity=1.0)),

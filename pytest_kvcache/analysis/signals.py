@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FULL = 0.9
 """From this usage on a pool counts as full: what waits then is taken to wait for blocks."""
 _STEADY_S = 0.25
-_NAMES = ("bound.seats", "bound.kv", "bound.budget")
+_NAMES = ("bound.seats", "bound.kv", "bound.budget", "bound.free")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ def _of_server(seen: Seen, number: int, name: str) -> float | None:
 
 
 def _bound(seen: Seen) -> dict[str, Value]:
-    """Return for how much of the busy time requests waited for a seat, for blocks, or with both free; of several servers the highest."""
+    """Return for how much of the busy time requests waited for a seat, for blocks, or with both free; of several servers the highest.
+
+    ``bound.free`` stands for the first and the last where the seats are not told.
+    """
     import numpy as np
 
     shares: dict[str, list[float]] = {name: [] for name in _NAMES}
@@ -104,8 +107,12 @@ def _bound(seen: Seen) -> dict[str, Value]:
             lacking["bound.kv"] = Missing("the server does not tell its usage")
         seats = _of_server(seen, number, "max_num_seqs")
         if seats is None:
-            lacking["bound.seats"] = lacking["bound.budget"] = Missing("the server does not tell how many requests it runs at once (max_num_seqs)")
+            reason = "the server does not tell how many requests it runs at once (max_num_seqs): its start-up log does"
+            lacking["bound.seats"] = lacking["bound.budget"] = Missing(reason)
+            beside = _lasting(queued & (running > 0) & ~full, one.wall_s[pressed])
+            shares["bound.free"].append(float(beside.sum()) / count)
             continue
+        lacking.setdefault("bound.free", Missing("the seats are told: bound.seats and bound.budget say more", cannot_happen=True))
         seated = running >= seats
         shares["bound.seats"].append(float((queued & seated & ~full).sum()) / count)
         # a request that comes while a step runs waits for its end: only waiting that outlasts a step is a bound

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from finding_cases import CASES, made, on_cards
+from finding_cases import CASES, busy, made, on_cards
+from made_run import T0, MadeRun, sample, snapshot
 
 from pytest_kvcache.analysis.findings import FILES, MOST_SHOWN, SEVERITIES, Finding, find, find_in, read_rules, rules_with, shipped_rules
-from pytest_kvcache.analysis.timeline import Analysis
+from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.errors import UsageError
 
 RULE = """
@@ -175,3 +176,17 @@ def test_a_finding_can_be_written_as_json(tmp_path: Path) -> None:
 
     found = find(on_cards(tmp_path / "1-normal", [], []))
     assert json.loads(json.dumps(asdict(found)))["unseen"]
+
+
+def test_waiting_is_seen_also_where_the_seats_are_not_told(tmp_path: Path) -> None:
+    """vLLM tells its seats in the start-up log alone: a server in passing without one must not be called fine, nor seat-bound."""
+    waits = busy(0.4, 8.0, 3.0)
+    samples = [sample((), T0 - 0.3 + i / 10, **waits) for i in range(48)]
+    about = {"load_started_wall_s": T0 - 0.3, "load_ended_wall_s": T0 + 4.5}
+    run = MadeRun(rows=[], samples=samples, before=[snapshot(T0 - 0.5, missing=("max_num_seqs",))], record=about).write(tmp_path / "1-x")
+    found = find(analyse(run))
+    assert "waiting-beside-free" in ids(found.found)
+    assert "start-up log" in {one.id: one.why for one in found.unseen}["seat-bound"]
+    told = find(made(tmp_path / "2-x", (), waits))
+    assert "seat-bound" in ids(told.found)
+    assert "waiting-beside-free" not in ids(told.found)
