@@ -13,7 +13,6 @@ from pytest_kvcache.errors import UsageError
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
-    from pytest_kvcache.conditions import Condition
     from pytest_kvcache.judge.search import Answer, Probe, Question
     from pytest_kvcache.quantities import Reading
     from pytest_kvcache.records import GateRecord
@@ -81,16 +80,18 @@ def level_text(level: float, axis: str) -> str:
 
 
 def search(
-    session: Session, profile: str, condition: Condition, question: Question, axis: str, *, minutes: float = 60.0, say: Say = lambda _: None
+    session: Session, profile: str, until: str, question: Question, axis: str, *, minutes: float = 60.0, say: Say = lambda _: None
 ) -> Searched:
     """Probe until the largest level that holds is known, and return what was found. Each probe is a Run of the session.
 
     The level at which requests of the mean length fill the pool by arithmetic is probed early: it is where the answer is expected.
     Raises what measuring raises; what was measured is in the session's folder, and search.json tells it up to there.
     """
+    from pytest_kvcache.conditions import parse
     from pytest_kvcache.judge.search import judge_probe, next_level
     from pytest_kvcache.planned import Planned
 
+    condition = parse(until)
     probes: list[Probe] = []
     folders: list[str] = []
     analyses: list[Analysis] = []
@@ -111,16 +112,16 @@ def search(
         if len(probes) == 1 and axis == "users":
             expected = _fitting(session, [analysis])[1]
             question = replace(question, hint=expected.number() if expected is not None else None)
-        _keep(session, profile, condition, axis, question, probes, folders, analyses, "it is not at its end")
+        _keep(session, profile, until, axis, question, probes, folders, analyses, "it is not at its end")
     if not stopped and len(probes) >= question.steps:
         stopped = f"its {question.steps} probes were used up"
-    return _keep(session, profile, condition, axis, question, probes, folders, analyses, stopped)
+    return _keep(session, profile, until, axis, question, probes, folders, analyses, stopped)
 
 
 def _keep(
     session: Session,
     profile: str,
-    condition: Condition,
+    until: str,
     axis: str,
     question: Question,
     probes: list[Probe],
@@ -143,7 +144,7 @@ def _keep(
             schema_version=SCHEMA_VERSION,
             profile=Path(profile).stem,
             axis=axis,
-            until=condition.text,
+            until=until,
             verdict=answer.verdict,
             text=answer.text,
             probes=[SearchProbe(p.level, p.broke, p.text, folder) for p, folder in zip(probes, folders, strict=True)],
@@ -175,7 +176,7 @@ def _fitting(session: Session, analyses: list[Analysis]) -> tuple[Reading | None
     return fitting(analyses, cost)
 
 
-def gate_of(found: Searched, condition: Condition, axis: str, session: Session) -> GateRecord:
+def gate_of(found: Searched, until: str, axis: str, session: Session) -> GateRecord:
     """Return the gate of a search: PASS where the largest load that holds is known, FAIL where not even the least holds."""
     from pytest_kvcache.records import GateRecord, ValueRecord
 
@@ -190,7 +191,7 @@ def gate_of(found: Searched, condition: Condition, axis: str, session: Session) 
         unit=unit,
         lane=session.runs()[-1].record.profile if session.runs() else "",
         value=ValueRecord(answer.holds, unit, f"search.json: {len(found.probes)} probes") if answer.holds is not None else None,
-        bound_text=f"until {condition.text}",
+        bound_text=f"until {until}",
         low=answer.holds,
         high=answer.breaks,
         method="bracketing and bisection, the answer probed again; the interval is from the largest level that held to the smallest that broke",
@@ -204,11 +205,11 @@ def run_search(arguments: argparse.Namespace, session: Session, say: Say) -> Non
     from pytest_kvcache.load.runner import profile_path
     from pytest_kvcache.report.knee import shown
 
-    condition = parse(arguments.until)
+    parse(arguments.until)
     if "baseline" in arguments.until:
         raise UsageError("a search has no baseline", hint="name a number: ttft.p95 > 2s")
     question, axis = question_of(arguments, session)
     profile_path(arguments.profile)
-    found = search(session, arguments.profile, condition, question, axis, minutes=arguments.minutes, say=say)
-    session.record(gate_of(found, condition, axis, session))
+    found = search(session, arguments.profile, arguments.until, question, axis, minutes=arguments.minutes, say=say)
+    session.record(gate_of(found, arguments.until, axis, session))
     print(shown(session.folder, session.after_analyses()))

@@ -22,6 +22,7 @@ from pytest_kvcache.planned import Planned
 from pytest_kvcache.records import TelemetryRow
 from pytest_kvcache.runfolder import Run
 from pytest_kvcache.searching import add_arguments, gate_of, question_of, search
+from pytest_kvcache.server.embedded.recall import model_paths
 from pytest_kvcache.session import Session
 from pytest_kvcache.settings import resolve
 
@@ -65,8 +66,8 @@ def _searched(folder: Path, **changes: Any) -> tuple[MadeSession, Any]:
     session = MadeSession(resolve({"reports": str(folder)}, {}, {}))
     for name, value in changes.items():
         setattr(session, name, value)
-    found = search(session, "normal", parse(UNTIL), Question(), "users")
-    session.record(gate_of(found, parse(UNTIL), "users", session))
+    found = search(session, "normal", UNTIL, Question(), "users")
+    session.record(gate_of(found, UNTIL, "users", session))
     return session, found
 
 
@@ -81,6 +82,7 @@ def test_the_limit_of_a_pool_is_found_and_is_what_arithmetic_says(tmp_path: Path
     assert gate.value is not None
     assert (gate.verdict, gate.value.value, gate.low, gate.high) == ("PASS", 12.0, 12.0, 13.0)
     assert "preemptions is 1 events, stops at > 0" in gate.text
+    assert gate.bound_text == f"until {UNTIL}"
     session.finish()
     page = (session.folder / "report.html").read_text()
     assert "The largest load that holds" in page
@@ -175,17 +177,18 @@ def test_a_condition_that_cannot_be_meant_is_refused_before_a_server_is_started(
 @pytest.mark.live
 def test_on_llamacpp_more_users_than_slots_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["search", "--profile", "normal", "--until", "waiting.peak > 0 or preemptions > 0", "--duration-s", "2", "--reports", str(tmp_path)]
-    words += ["--load-option", "median=200", "--load-option", "sigma=0.1", "--output-tokens", "16", "--probes", "2"]
-    code = main(words)
-    out = capsys.readouterr().out
-    (path,) = tmp_path.glob("*/search.json")
+    words += ["--load-option", "median=200", "--load-option", "sigma=0.1", "--output-tokens", "16", "--probes", "2", "--users", "3", "--most", "6"]
+    for attempt in range(2):  # a window that is unsound twice running on a busy machine claims nothing, and is no answer
+        code = main([*words, "--name", f"try{attempt}"])
+        out = capsys.readouterr().out
+        if code == 0:
+            break
+    assert code == 0, out
+    (path,) = tmp_path.glob(f"*-try{attempt}-*/search.json")
     record = json.loads(path.read_text())
-    # four slots: a fifth request waits; on a busy machine a window may be unsound, and then nothing is claimed
-    assert (code, record["verdict"]) in {(0, "PASS"), (3, "INCONCLUSIVE"), (4, "INVALID")}, out
-    if code == 0:
-        assert record["holds"] == 4, out
-        assert record["computed"] == 4
-        assert "as computed" in record["against"]
+    # four slots: a fifth request waits
+    assert (record["holds"], record["breaks"], record["computed"]) == (4, 5, 4)
+    assert "as computed" in record["against"]
     assert (path.parent / "report.html").read_text().count("The largest load that holds") == 1
 
 
@@ -193,13 +196,12 @@ def test_on_llamacpp_more_users_than_slots_wait(tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 def test_on_vllm_a_small_pool_preempts_where_arithmetic_says(tmp_path: Path) -> None:
     options = {
-        # blocks of 32 tokens; the recall model takes 512 bytes a token
-        "launch": "vllm-cpu --max-model-len 2048 --num-gpu-blocks-override 120", "duration_s": 4, "output_tokens": 200, "reports": str(tmp_path),
-        "load_option": ["median=400", "sigma=0.01"],
+        "launch": "vllm-cpu --max-model-len 2048 --block-size 32 --num-gpu-blocks-override 120", "duration_s": 3, "output_tokens": 200, "reports": str(tmp_path),
+        "load_option": ["median=400", "sigma=0.01"], "model_config": str(model_paths().hf / "config.json"),
     }  # fmt: skip
     with Session(resolve(options, {}, {})) as session:
-        found = search(session, "normal", parse("preemptions > 0"), Question(start=2.0, repeats=1, steps=8, precision=0.2), "users")
-        session.record(gate_of(found, parse("preemptions > 0"), "users", session))
+        found = search(session, "normal", "preemptions > 0", Question(start=2.0, repeats=1, steps=6, precision=0.3), "users")
+        session.record(gate_of(found, "preemptions > 0", "users", session))
         session.finish()
     assert found.computed is not None
     assert found.answer.holds is not None

@@ -207,7 +207,10 @@ def _middle(question: Question, low: float, high: float) -> float:
     # where the answer was expected is closer to it than the start was
     expected = question.hint is not None and high == _fit(question, question.hint) and high / GROWTH > low
     middle = high / GROWTH if expected else math.sqrt(low * high)
-    return float(min(max(round(middle), low + 1), high - 1)) if question.whole else middle
+    if question.whole:
+        return float(min(max(round(middle), low + 1), high - 1))
+    short = float(f"{middle:.3g}")
+    return short if low < short < high else middle
 
 
 def _confirm(question: Question, at: _Bracket) -> float | None:
@@ -340,7 +343,8 @@ def against(answer: Answer, analyses: Sequence[Analysis], axis: str, computed: R
         how = f"{answer.holds:,.4g} requests/s kept {at_once:,.1f} requests running on average, which"
     said = f"{how} held, which is" if axis == "users" else f"{how} is"
     if at_once < 0.9 * computed.number():
-        return f"{text}; {said} less: something else than room for requests broke first."
+        bursts = "" if axis == "users" else ", or arrivals came in bursts"
+        return f"{text}; {said} less: something else than room for requests broke first{bursts}."
     if at_once > 1.1 * max(computed.number(), mean.number() if mean is not None else 0.0):
         return f"{text}; {said} more: requests are not all at their full length at once, or wait without breaking the condition."
     return f"{text}; {said} as computed."
