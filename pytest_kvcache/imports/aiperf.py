@@ -9,7 +9,7 @@ import calendar
 import time
 from typing import Any
 
-from pytest_kvcache.imports.result import Figures, Result, as_number, section, text
+from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, section, text
 
 TOOL = "AIPerf"
 _SECONDS = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9, "sec": 1.0, "s": 1.0, "seconds": 1.0}
@@ -57,7 +57,8 @@ def read(raw: dict[str, Any]) -> list[Result]:
         gap = section(raw, "inter_chunk_latency")
         if (scale := _SECONDS.get(text(gap.get("unit")))) is not None:
             figures.put("gap.max", gap.get("max"), "inter_chunk_latency", scale=scale)
-    problems = [] if ok else ["no request was answered, so its times are none"]
+    in_flight = as_number(section(raw, "effective_concurrency").get("avg"))
+    problems = list(held_up(in_flight, cap, ok) if rate is None else ()) if ok else ["no request was answered, so its times are none"]
     if raw.get("was_cancelled") is True or raw.get("is_complete") is False:
         problems.append("the benchmark was broken off")
     options = {"users": cap, "rate": rate, "duration_s": duration}
@@ -72,7 +73,7 @@ def read(raw: dict[str, Any]) -> list[Result]:
             began_wall_s=_wall_s(text(raw.get("start_time"))),
             ended_wall_s=_wall_s(text(raw.get("end_time"))),
             problems=tuple(problems),
-            notes=(*notes, *([f"phase {phase}"] if phase else [])),
+            notes=(*failures(failed, ok), *notes, *([f"phase {phase}"] if phase else [])),
         )
     ]
 

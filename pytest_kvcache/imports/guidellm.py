@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_kvcache.imports.result import Figures, Result, as_number, section, text
+from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, section, text
 
 TOOL = "GuideLLM"
 
@@ -52,6 +52,8 @@ def _one(raw: dict[str, Any], benchmark: dict[str, Any], version: str) -> Result
             figures.put("throughput", section(metrics, "output_tokens_per_second", "successful").get("mean"), "output_tokens_per_second")
         figures.times("ttft", _percentiles(metrics, "time_to_first_token_ms"), "time_to_first_token_ms", scale=1e-3, held_back=held_back)
         figures.times("latency", _percentiles(metrics, "request_latency"), "request_latency", scale=1.0, held_back=held_back)
+    in_flight = as_number(section(metrics, "request_concurrency", "successful").get("mean"))
+    problems = held_up(in_flight, users, ok) if rate is None else ()
     options = {"users": users, "rate": rate, "duration_s": duration}
     label = f"c{users:g}" if users is not None else f"r{rate:.4g}" if rate is not None else ""
     return Result(
@@ -63,8 +65,11 @@ def _one(raw: dict[str, Any], benchmark: dict[str, Any], version: str) -> Result
         options={key: value for key, value in options.items() if value is not None},
         began_wall_s=as_number(benchmark.get("start_time")) or 0.0,
         ended_wall_s=as_number(benchmark.get("end_time")) or 0.0,
-        problems=() if ok else ("no request was answered, so its times are none",),
-        notes=("the times are the client's own, and it was not checked whether it was out of CPU",),
+        problems=problems if ok else ("no request was answered, so its times are none",),
+        notes=(
+            *failures(failed, ok),
+            "the times are the client's own, and it was not checked whether it was out of CPU",
+        ),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from pytest_kvcache.quantities import KNOWN, Missing, Reading, Value
 
 SHARES = (50, 95)
+FEWEST_ROUNDS = 5
+FEWEST_IN_FLIGHT = 0.8
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,21 @@ class Figures:
             return
         self.put("rejections", failed, source)
         self.put("requests.sent", float(ok) + float(failed), source)
+
+
+def held_up(achieved: float | None, asked: float | None, sent: float | None) -> tuple[str, ...]:
+    """Return why a closed loop is no evidence: fewer requests in flight on average than it was to keep there; nothing where that cannot be told.
+
+    A load of few rounds has fewer at its beginning and end, which is no fault.
+    """
+    if achieved is None or not asked or not sent or sent < FEWEST_ROUNDS * asked or achieved >= FEWEST_IN_FLIGHT * asked:
+        return ()
+    return (f"{achieved:.1f} requests were in flight on average, and {asked:g} were to be: the load client may have been the bottleneck",)
+
+
+def failures(failed: float | None, ok: float | None) -> tuple[str, ...]:
+    """Return what must stand beside times that leave failed requests out: a server that refuses is quick."""
+    return (f"{failed:g} of {failed + ok:g} requests failed, and none of its times counts them",) if failed and ok is not None else ()
 
 
 def as_number(value: Any) -> float | None:

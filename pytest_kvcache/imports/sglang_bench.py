@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_kvcache.imports.result import Figures, Result, as_number, numbers, quantiles, section, text
+from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, numbers, quantiles, section, text
 
 TOOL = "sglang bench_serving"
 
@@ -55,10 +55,17 @@ def read(raw: dict[str, Any]) -> list[Result]:
             figures.values,
             model=text(server.get("model_path")),
             options={key: value for key, value in options.items() if value is not None},
-            problems=() if completed else ("no request was answered, so its times are none",),
-            notes=(f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",),
+            problems=_crowd(raw, rate, cap, completed) if completed else ("no request was answered, so its times are none",),
+            notes=(
+                *failures(failed, completed),
+                f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",
+            ),
         )
     ]
+
+
+def _crowd(raw: dict[str, Any], rate: float | None, cap: float | None, completed: float) -> tuple[str, ...]:
+    return held_up(as_number(raw.get("concurrency")), cap, completed) if rate is None else ()
 
 
 def _percentiles(raw: dict[str, Any], name: str) -> dict[int, float]:

@@ -9,7 +9,7 @@ import calendar
 import time
 from typing import Any
 
-from pytest_kvcache.imports.result import Figures, Result, as_number, numbers, quantiles, text
+from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, numbers, quantiles, text
 
 TOOL = "vllm bench"
 _ASK = "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,95,99"
@@ -31,7 +31,8 @@ def read(raw: dict[str, Any]) -> list[Result]:
     figures.requests(completed, failed, "completed and failed")
     rate, cap = as_number(raw.get("request_rate")), as_number(raw.get("max_concurrency"))
     held_back = "requests had a rate and a cap on how many are in flight" if rate is not None and cap is not None else ""
-    problems = () if completed else ("no request was answered, so its times are none",)
+    duration = as_number(raw.get("duration"))
+    problems: tuple[str, ...] = () if completed else ("no request was answered, so its times are none",)
     if completed:
         figures.put("output_tokens", raw.get("total_output_tokens"), "total_output_tokens")
         figures.put("prompt_tokens", raw.get("total_input_tokens"), "total_input_tokens")
@@ -48,7 +49,11 @@ def read(raw: dict[str, Any]) -> list[Result]:
         ends = quantiles([value for value in numbers(raw.get("latencies")) if value > 0]) if not failed else {}
         stated = {share: value / 1e3 for share, value in _percentiles(raw, "e2el").items()}
         figures.times("latency", stated or ends, "e2el_ms" if stated else "latencies", scale=1.0, held_back=held_back, ask=_ASK)
-    options: dict[str, Any] = {"users": cap, "rate": rate, "requests_planned": planned, "duration_s": as_number(raw.get("duration"))}
+        if held_back and not failed:
+            _from_arrival(figures, raw)
+        if rate is None and duration:
+            problems = held_up(sum(numbers(raw.get("latencies"))) / duration if raw.get("latencies") else None, cap, completed)
+    options: dict[str, Any] = {"users": cap, "rate": rate, "requests_planned": planned, "duration_s": duration}
     name = "-".join([TOOL.replace(" ", "-"), *([f"c{cap:g}"] if cap else []), *([f"r{rate:g}"] if rate else [])])
     began = _began(text(raw.get("date")))
     return [
@@ -60,9 +65,23 @@ def read(raw: dict[str, Any]) -> list[Result]:
             options={key: value for key, value in options.items() if value is not None},
             began_wall_s=began,
             problems=problems,
-            notes=(f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",),
+            notes=(
+                *failures(failed, completed),
+                f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",
+            ),
         )
     ]
+
+
+def _from_arrival(figures: Figures, raw: dict[str, Any]) -> None:
+    """Take the times from the intended start where the waits for the cap stand beside those of each request (vLLM 0.32)."""
+    waits = numbers(raw.get("queue_times"))
+    for name, field in (("latency", "latencies"), ("ttft", "ttfts")):
+        times = numbers(raw.get(field))
+        if times and len(times) == len(waits):
+            found = quantiles([time + wait for time, wait in zip(times, waits, strict=True)])
+            for share, value in found.items():
+                figures.put(f"{name}.p{share}", value, f"{field} + queue_times")
 
 
 def _percentiles(raw: dict[str, Any], name: str) -> dict[int, float]:

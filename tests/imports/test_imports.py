@@ -53,13 +53,46 @@ def test_a_percentile_that_was_not_written_is_missing_and_says_how_to_get_it() -
     assert "--metric-percentiles" in lacking.reason
 
 
-def test_times_that_leave_out_the_wait_for_a_cap_are_not_taken_for_times_from_the_intended_start() -> None:
+def test_times_that_leave_out_the_wait_for_a_cap_are_not_taken_for_times_from_the_intended_start(tmp_path: Path) -> None:
     (result,) = read_results(DATA / "vllm_bench_rate.json")
+    raw = json.loads((DATA / "vllm_bench_rate.json").read_text())
     assert isinstance(result.values["ttft_sent.p95"], Reading)
     hidden = result.values["ttft.p95"]
     assert isinstance(hidden, Missing)
     assert "cap" in hidden.reason
     assert result.options["rate"] == 50
+    # the waits stand beside the latencies, so that those are known from the intended start
+    waited = {**raw, "queue_times": [value + 3 for value in raw["queue_times"]]}
+    (late,) = read_results(_written(tmp_path, waited))
+    assert _number(late, "latency.p95") == pytest.approx(_number(result, "latency.p95") + 3)
+    assert _number(late, "latency_sent.p95") == pytest.approx(_number(result, "latency_sent.p95"))
+    (unknown,) = read_results(_written(tmp_path, {name: value for name, value in raw.items() if name != "queue_times"}))
+    assert isinstance(unknown.values["latency.p95"], Missing)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vllm_bench.json", {"num_prompts": 400, "completed": 400, "duration": 60.0}),
+        ("sglang_bench.jsonl", {"completed": 400, "concurrency": 0.7}),
+        ("aiperf.json", {"request_count": {"avg": 400.0}, "effective_concurrency": {"avg": 0.7}}),
+    ],
+)
+def test_a_client_that_could_not_keep_its_concurrency_is_no_evidence(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    raw = json.loads((DATA / name).read_text().splitlines()[0])
+    assert not read_results(_written(tmp_path, raw))[0].problems
+    (result,) = read_results(_written(tmp_path, {**raw, **changes}))
+    assert "in flight on average" in result.problems[0]
+    # with a rate there is nothing to keep
+    if name != "aiperf.json":
+        assert not read_results(_written(tmp_path, {**raw, **changes, "request_rate": 5.0}))[0].problems
+
+
+def test_failed_requests_stand_beside_times_that_leave_them_out(tmp_path: Path) -> None:
+    raw = json.loads((DATA / "vllm_bench.json").read_text())
+    (result,) = read_results(_written(tmp_path, {**raw, "completed": 6, "failed": 2}))
+    assert "2 of 8 requests failed" in result.notes[0]
+    assert _number(result, "rejections") == 2
 
 
 def test_a_benchmark_of_a_dead_server_has_no_times_of_zero() -> None:
