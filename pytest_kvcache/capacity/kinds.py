@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from pytest_kvcache.capacity import families
 from pytest_kvcache.capacity.fields import MAX_LAYERS, Fields
-from pytest_kvcache.errors import UsageError
+from pytest_kvcache.errors import CannotJudge, UsageError
 
 COUNT = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
 LISTS = ("layer_types", "layers_block_type", "block_types", "layer_block_types", "mixer_types")
@@ -23,6 +24,23 @@ WORDS = {
     **dict.fromkeys(("mlp", "moe", "none", "no_op", "identity", "dense", "-", "E"), "none"),
     **dict.fromkeys(("indexed_attention",), "indexed"),
 }  # fmt: skip
+
+
+# What says, in the file of a family that is not known, that layers differ (unless a list says how), or that some keep another size.
+DIFFER = ("layer_group_size", "attn_layer_period", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "local_layer_ids", "attention_chunk_size", "linear_attn_config",
+    "conv_L_cache", "local_attention_window", "global_attn_every_n_layers", "no_rope_layer_interval")  # fmt: skip
+STATES = re.compile(
+    r"(?:mamba|ssm|gla|kda|gdn|rwkv|rglru|lru|deltanet)_|linear_(?:num|key|value|conv|attn|attention)(?:_|\Z)|time_step_|(?:\w*_)?state_size\Z"
+)
+SIZES = (
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "compress_ratios",
+    "index_head_dim",
+    "kv_compression_ratio",
+)
 
 
 def layer_count(fields: Fields) -> int:
@@ -59,6 +77,8 @@ def layer_kinds(fields: Fields, count: int) -> list[str]:
     if special is not None:
         return special(fields, count)
     listed = _listed(fields, count)
+    if not families.is_known(family):
+        _unread(fields, listed is not None or fields.has("hybrid_layer_pattern", "attn_type_list", "full_attention_interval"))
     if listed is not None:
         return _without_windows(listed, fields)
     if fields.has("hybrid_layer_pattern"):
@@ -71,6 +91,21 @@ def layer_kinds(fields: Fields, count: int) -> list[str]:
         every = fields.need("full_attention_interval") if fields.has("full_attention_interval") else 4
         return ["full" if (index + 1) % every == 0 else "state" for index in range(count)]
     return _windowed(fields, count)
+
+
+def _unread(fields: Fields, listed: bool) -> None:
+    """Raise CannotJudge for a key that decides what layers keep, where no rule of a known family says how."""
+    latent = fields.has("kv_lora_rank")  # a latent with an indexer is read whatever the family
+    keys = [key for key in SIZES if not (latent and key == "index_head_dim")]
+    if not listed:
+        keys += [*DIFFER, *(key for key in fields.raw if STATES.match(key))]
+    found = next((key for key in keys if key in fields.raw and fields.get(key) not in (None, False, 0, [], {})), None)
+    if found is not None:
+        raise CannotJudge(
+            f"cannot judge model_type {fields.family!r}: {found[:60]} decides what its layers keep, and how is not known of this family",
+            where=fields.name,
+            hint=f"--assume model_type=NAME of a known family of the same design, or --assume {found[:60]}=null where it decides nothing",
+        )
 
 
 def _windowed(fields: Fields, count: int) -> list[str]:

@@ -273,3 +273,46 @@ def test_every_family_with_class_defaults_is_read_or_refused_in_words() -> None:
             assert made.layers, model_type
     assert class_defaults("llama")["hidden_size"] == 4096
     assert class_defaults("acme") == {}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"layer_group_size": 5},
+        {"mamba_d_state": 16},
+        {"linear_num_value_heads": 32},
+        {"attention_chunk_size": 8192},
+        {"linear_attn_config": {"kda_layers": [1]}},
+        {"attn_layer_period": 4},
+        {"swa_head_dim": 64, "layer_types": ["full_attention"] * 20},
+        {"compress_ratios": [4] * 20},
+        {"index_head_dim": 128, "index_topk": 2048},
+    ],
+)
+def test_a_family_that_is_not_known_is_not_taken_for_a_plain_one(more: dict[str, Any]) -> None:
+    plain = {
+        "model_type": "quite_new", "num_hidden_layers": 20, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    assert growth(read_architecture(plain)).growth_bytes_per_token == 81920
+    key = next(iter(more))
+    with pytest.raises(CannotJudge, match=key) as caught:
+        read_architecture({**plain, **more})
+    assert f"--assume {key}=null" in caught.value.hint
+    made = read_architecture({**plain, **more}, assume={key: "null"})
+    assert growth(made).growth_bytes_per_token == 81920
+    assert any(key in text for text in made.assumptions)
+    assert growth(read_architecture({**plain, key: None})).growth_bytes_per_token == 81920
+
+
+def test_a_family_that_is_not_known_is_read_where_its_fields_say_all() -> None:
+    states = {
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    new = _config("quite_new", num_key_value_heads=2, head_dim=256, full_attention_interval=4, **states)
+    known = _config("qwen3_next", num_key_value_heads=2, head_dim=256, full_attention_interval=4, **states)
+    ours, theirs = growth(read_architecture(new)), growth(read_architecture(known))
+    assert (ours.growth_bytes_per_token, ours.fixed_bytes) == (theirs.growth_bytes_per_token, theirs.fixed_bytes)
