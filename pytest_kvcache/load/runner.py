@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import pytest_kvcache
-from pytest_kvcache.errors import CannotWrite, LoadFailed, UsageError
+from pytest_kvcache.errors import Broken, CannotWrite, LoadFailed, UsageError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.arrivals import is_listed, parse_stages, total_s
 from pytest_kvcache.load.contract import LoadFile, read_load, workload_hash
@@ -146,7 +146,7 @@ def command(
         words.append("--kv-keep-text")
     for name, value in extra.items():
         if not name.replace("_", "").isalnum() or value is None:
-            raise UsageError(f"{name!r} is no option of a load profile", hint="locust -f PROFILE --help lists them")
+            raise UsageError(f"{name!r} is no option of a load profile", hint="locust -f PROFILE --kv-help lists them")
         flag = "--kv-" + name.replace("_", "-")
         if isinstance(value, bool):
             words += [flag] if value else []
@@ -306,7 +306,7 @@ def _check(load: LoadFile, exit_code: int, log: Path, *, stopped: bool) -> None:
     for note in load.notes:
         if note.subject == contract.FAILED_NOTE:
             what, where, hint = (*note.text.split("\n"), "", "")[:3]
-            raise LoadFailed(f"the load failed: {what}", where=where or str(log), hint=hint or "look at the log of the load")
+            raise _failed(f"the load failed: {what}", where or str(log), hint or "look at the log of the load", exit_code)
     if load.broken:
         raise LoadFailed(f"the rows of the load are damaged: {load.broken}", where=str(load.path), hint="measure again")
     if load.ends or stopped:
@@ -316,7 +316,17 @@ def _check(load: LoadFile, exit_code: int, log: Path, *, stopped: bool) -> None:
         what = f"the load process ended with exit code {exit_code} before it began"
     else:
         what = f"the load process ended with exit code {exit_code} and without its end record; {load.rows} rows were kept in {load.path.name}"
-    raise LoadFailed(f"{what}\n{tail}" if tail else what, where=str(log), hint="the last lines of its log are above")
+    refused = load.start is None and ": error: " in tail
+    hint = "pytest-kvcache load PROFILE --show-options lists all options" if refused else "the last lines of its log are above"
+    raise _failed(f"{what}\n{tail}" if tail else what, str(log), hint, exit_code if refused else Broken.exit_code)
+
+
+def _failed(what: str, where: str, hint: str, exit_code: int) -> LoadFailed:
+    """Return the error; it exits as a usage error where the load process did, for an option or a file of the user's."""
+    error = LoadFailed(what, where=where, hint=hint)
+    if exit_code == UsageError.exit_code:
+        error.exit_code = exit_code
+    return error
 
 
 def _problems(load: LoadFile, wanted: int) -> list[str]:

@@ -181,7 +181,7 @@ def _check_the_kv_page(page: str, server: str) -> None:
 
 def test_the_console_says_how_full_the_cache_is_while_a_load_runs(tmp_path: Path) -> None:
     with ScriptedServer(metrics="vllm", itl_s=0.02) as server:
-        done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "5", "--kv-output-tokens", "16")
+        done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "3", "--kv-output-tokens", "16")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if " KV " in line]
     told = r"pytest-kvcache: [\d:]{8} KV " + server.url + r": usage [\d.]+ %, [\d,]+ of 1,024 blocks free, \d running, \d waiting"
@@ -191,7 +191,7 @@ def test_the_console_says_how_full_the_cache_is_while_a_load_runs(tmp_path: Path
 
 def test_a_server_without_telemetry_is_told_and_does_not_stop_the_load(tmp_path: Path) -> None:
     with ScriptedServer() as server:
-        done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "5", "--kv-output-tokens", "4")
+        done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "3", "--kv-output-tokens", "4")
     assert done.returncode == 0, done.stderr
     assert f"KV {server.url}: cannot judge" in done.stderr
 

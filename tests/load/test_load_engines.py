@@ -38,10 +38,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
         yield server.endpoint
 
 
-def press(endpoint: Endpoint, folder: Path, profile: str, *, users: int = 2, requests: int = 6, **options: object) -> list[RequestRow]:
-    result = run_load(
-        [endpoint], profile, folder, users=users, output_tokens=16, options={"requests": requests, **OPTIONS.get(profile, {}), **options}
-    )
+def press(endpoint: Endpoint, folder: Path, profile: str, *, users: int = 2, **options: object) -> list[RequestRow]:
+    result = run_load([endpoint], profile, folder, users=users, output_tokens=16, options={"requests": 6, **OPTIONS.get(profile, {}), **options})
     assert result.complete
     return list(read_rows(result.rows_path))
 
@@ -71,7 +69,8 @@ SHARED = {"sharedprefix", "multiturn"}
 
 @pytest.mark.parametrize(("profile", "api"), LANES)
 def test_lengths_are_exact_on_llamacpp(profile: str, api: str, llamacpp: Endpoint, tmp_path: Path) -> None:
-    rows = press(dataclasses.replace(llamacpp, api=api), tmp_path, profile)
+    options = {"rate": 8, "requests": 4} if profile == "prefillburst" else {"requests": 3} if profile in {"nearmax", "longctx"} else {}
+    rows = press(dataclasses.replace(llamacpp, api=api), tmp_path, profile, **options)
     assert_exact(rows, "ids" if api == "completions" else "tokenize", shared=profile in SHARED)
     if profile == "mixed":
         assert {row.lane for row in rows} == {"normal", "longctx"}

@@ -114,7 +114,7 @@ def test_stages_of_a_rate_are_no_users_and_a_schedule_without_end_does_not_short
 
 def test_stages_of_users_are_followed_by_locust(tmp_path: Path) -> None:
     with ScriptedServer(ttft_s=0.05) as server:
-        result, rows = press(server, tmp_path, duration_s=0, users=1, stages="2s:1,3s:4")
+        result, rows = press(server, tmp_path, duration_s=0, users=1, stages="1s:1,3s:4")
     assert result.complete
     assert read_load(result.rows_path).reason == contract.BY_DURATION
     begun_s = rows[0].sent_s
@@ -123,7 +123,7 @@ def test_stages_of_users_are_followed_by_locust(tmp_path: Path) -> None:
         chosen = [row for row in rows if since_s <= row.sent_s - begun_s < until_s]
         return max(sum(other.sent_s <= row.sent_s < other.end_s for other in rows) for row in chosen)
 
-    assert (most(0.2, 1.8), most(3.2, 4.8)) == (1, 4)
+    assert (most(0.2, 0.8), most(2.4, 3.8)) == (1, 4)
     assert result.planned_users == 4
 
 

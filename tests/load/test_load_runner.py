@@ -192,6 +192,16 @@ def test_nobody_there_is_one_clear_message(tmp_path: Path) -> None:
     assert (tmp_path / "locust.log").read_text().count("Connection refused") < 4
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [({"nosuch": 3}, "unrecognized arguments: --kv-nosuch=3"), ({"median": "x"}, "takes a number"), ({"histogram": "9:0"}, "add up to nothing")],
+)
+def test_an_option_of_the_users_that_is_wrong_exits_as_a_usage_error(options: dict[str, Any], shown: str, tmp_path: Path) -> None:
+    with ScriptedServer() as server, pytest.raises(LoadFailed, match=shown) as caught:
+        press(server, tmp_path, options=options)
+    assert caught.value.exit_code == 2
+
+
 def test_a_profile_that_does_not_load_fails_with_the_last_lines(tmp_path: Path) -> None:
     profile = tmp_path / "broken.py"
     profile.write_text("import no_such_module_of_ours\n")
@@ -235,7 +245,7 @@ def test_an_exception_in_a_task_is_noted_and_one_that_does_not_end_stops_the_loa
 def test_what_is_in_flight_at_the_end_is_a_row_and_no_success(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         server.script.itl_s = 0.4
-        result = press(server, tmp_path, users=3, duration_s=1.5, output_tokens=64, options={"stop_timeout_s": 1})
+        result = press(server, tmp_path, users=3, duration_s=0.5, output_tokens=64, options={"stop_timeout_s": 1})
         sent = len(prompts(server))
     assert outcomes(result) == {contract.CUT_OFF: sent}
     rows = list(read_rows(result.rows_path))
