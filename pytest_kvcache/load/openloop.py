@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_kvcache.load.users import KvUser
 
 LOOK_S = 0.1
-COUNTED = 5_000_000
+COUNTED = 2_000_000
 
 
 class OpenLoop:

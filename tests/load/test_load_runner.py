@@ -140,21 +140,6 @@ def test_chat_and_kept_text_and_replicas(tmp_path: Path) -> None:
     assert (rows[0].prompt or "").startswith("List: ")
 
 
-@pytest.mark.parametrize(
-    ("fault", "outcome"),
-    [
-        ("queue-full-stream", contract.QUEUE_FULL), ("truncate", contract.TRUNCATED), ("error-in-stream", contract.ERROR_IN_STREAM),
-        ("token-status=429", contract.RATE_LIMITED), ("stop-early", contract.STOPPED_EARLY), ("reset", contract.TRUNCATED),
-    ],
-)  # fmt: skip
-def test_faults_of_a_server_have_their_names_in_the_rows(fault: str, outcome: str, tmp_path: Path) -> None:
-    with ScriptedServer() as server:
-        server.script.faults = [fault]
-        result = press(server, tmp_path, users=1, options={"requests": 2})
-    assert result.complete
-    assert outcomes(result) == {outcome: 2}
-
-
 def test_tls_is_verified_and_the_key_comes_from_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: Tls) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "sk-verysecretkey123")
     with ScriptedServer(api_key="sk-verysecretkey123", tls=lambda sock: tls.context.wrap_socket(sock, server_side=True)) as server:
