@@ -28,19 +28,11 @@ WORDS = {
 
 # What says, in the file of a family that is not known, that layers differ (unless a list says how), or that some keep another size.
 DIFFER = ("layer_group_size", "attn_layer_period", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "local_layer_ids", "attention_chunk_size", "linear_attn_config",
-    "conv_L_cache", "local_attention_window", "global_attn_every_n_layers", "no_rope_layer_interval")  # fmt: skip
+    "conv_L_cache", "local_attention_window", "global_attn_every_n_layers", "no_rope_layer_interval", "swa_head_dim", "swa_num_key_value_heads")  # fmt: skip
 STATES = re.compile(
     r"(?:mamba|ssm|gla|kda|gdn|rwkv|rglru|lru|deltanet)_|linear_(?:num|key|value|conv|attn|attention)(?:_|\Z)|time_step_|(?:\w*_)?state_size\Z"
 )
-SIZES = (
-    "swa_head_dim",
-    "swa_num_key_value_heads",
-    "global_head_dim",
-    "num_global_key_value_heads",
-    "compress_ratios",
-    "index_head_dim",
-    "kv_compression_ratio",
-)
+SIZES = ("global_head_dim", "num_global_key_value_heads", "compress_ratios", "index_head_dim", "kv_compression_ratio", "is_encoder_decoder")
 
 
 def layer_count(fields: Fields) -> int:

@@ -284,7 +284,8 @@ def test_every_family_with_class_defaults_is_read_or_refused_in_words() -> None:
         {"attention_chunk_size": 8192},
         {"linear_attn_config": {"kda_layers": [1]}},
         {"attn_layer_period": 4},
-        {"swa_head_dim": 64, "layer_types": ["full_attention"] * 20},
+        {"swa_head_dim": 64},
+        {"is_encoder_decoder": True},
         {"compress_ratios": [4] * 20},
         {"index_head_dim": 128, "index_topk": 2048},
     ],
@@ -316,3 +317,6 @@ def test_a_family_that_is_not_known_is_read_where_its_fields_say_all() -> None:
     known = _config("qwen3_next", num_key_value_heads=2, head_dim=256, full_attention_interval=4, **states)
     ours, theirs = growth(read_architecture(new)), growth(read_architecture(known))
     assert (ours.growth_bytes_per_token, ours.fixed_bytes) == (theirs.growth_bytes_per_token, theirs.fixed_bytes)
+    windows = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128, "swa_num_key_value_heads": 8, "swa_head_dim": 32}
+    made = growth(read_architecture(_config("quite_new", num_key_value_heads=2, head_dim=64, **windows)))
+    assert (made.growth_bytes_per_token, made.sliding_bytes_per_token) == (2 * 2 * 128 * 2, 2 * 8 * 64 * 2)
