@@ -154,7 +154,11 @@ def test_an_imported_result_is_a_run_that_can_be_told_again_without_its_file(tmp
     assert "guidellm-concurrent-c2" in page
 
 
-def test_a_result_can_be_the_baseline_of_another(capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = str(IMPORTS / "vllm_sweep_summary.json"), str(IMPORTS / "vllm_sweep_summary.json")
-    assert main(["gate", after, "--baseline", before, "--require", "throughput >= baseline * 0.5"]) in {0, 3}
-    assert "throughput" in capsys.readouterr().out
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (0.8, 1)])
+def test_runs_of_another_tool_are_judged_against_its_earlier_ones(factor: float, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = json.loads((IMPORTS / "vllm_bench.json").read_text())
+    for name, share in (("before.json", 1.0), ("after.json", factor)):
+        runs = [{**raw, "output_throughput": raw["output_throughput"] * share * (1 + 0.01 * (run % 3)), "run_number": run} for run in range(5)]
+        Path(name).write_text(json.dumps(runs))
+    assert main(["gate", "after.json", "--baseline", "before.json", "--require", "throughput >= baseline * 0.97"]) == code
+    assert "tokens/s" in capsys.readouterr().out
