@@ -152,6 +152,10 @@ def test_an_imported_result_is_a_run_that_can_be_told_again_without_its_file(tmp
     page = (folder / "report.html").read_text()
     assert "imported from GuideLLM" in page
     assert "guidellm-concurrent-c2" in page
+    # what could not be looked at is no sound evidence of anything, and no rule that held
+    assert "No rule of validity was broken" not in page
+    assert "it is not known whether its client was out of CPU" in page
+    assert "Is the percentage real?" not in page
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (0.8, 1)])

@@ -165,7 +165,7 @@ def next_level(question: Question, probes: Sequence[Probe]) -> float | None:
     if at.high is None:
         return _upwards(question, levels)
     if at.low is None:
-        return _downwards(question, levels[0])
+        return _downwards(question, levels)
     assert at.edge is not None
     if not _close(question, at.low.level, at.edge.level):
         return _middle(question, at.low.level, at.edge.level)
@@ -193,9 +193,12 @@ def _upwards(question: Question, levels: Sequence[Level]) -> float | None:
     return _fit(question, top.level * GROWTH)
 
 
-def _downwards(question: Question, bottom: Level) -> float | None:
+def _downwards(question: Question, levels: Sequence[Level]) -> float | None:
+    bottom = levels[0]
     if bottom.level <= question.least:
         return bottom.level if bottom.broke + bottom.held < question.repeats else None
+    if len(levels) == 1 and question.hint is not None and question.hint < bottom.level:
+        return _fit(question, question.hint)
     return _fit(question, bottom.level / GROWTH)
 
 

@@ -30,6 +30,8 @@ def evidence(analysis: Analysis) -> str:
 def beside(analysis: Analysis) -> str:
     """Return what a usage ratio is never shown without: the pool, what was free, and the running requests with their mean length."""
     values = analysis.values
+    if analysis.run.record.imported_from:
+        return f"{analysis.run.record.imported_from} tells nothing of the pool"
 
     def first(*names: str) -> Value:
         found = [values.get(name, Missing("not measured")) for name in names]

@@ -50,7 +50,7 @@ class Section:
 def section(view: SessionView) -> Section:
     """Return the findings of the judged side: of a comparison the one after the change, with the one before as the baseline."""
     judged = view.after if view.compared or not view.before else (*view.before, *view.after)
-    loads = [analysis for analysis in judged if analysis.facts.loaded]
+    loads = [analysis for analysis in judged if analysis.facts.loaded and not analysis.run.record.imported_from]
     windows = [analysis for analysis in loads if not is_probe(analysis)] or loads
     peak = at_peak(windows)
     if peak is None:

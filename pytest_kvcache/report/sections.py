@@ -263,6 +263,9 @@ def problems(view: SessionView) -> list[tuple[str, str, str]]:
             rows.extend((where, plain(p.text), plain(p.mend)) for p in analysis.problems)
             known = {p.text for p in analysis.problems}
             rows.extend((where, plain(text), "") for text in analysis.run.record.problems if text not in known)
+            if tool := analysis.run.record.imported_from:
+                unseen = f"of a load that {tool} ran it is not known whether its client was out of CPU, the server restarted or had other users"
+                rows.append((where, plain(unseen), "press it from here: pytest-kvcache load"))
     return list(dict.fromkeys(rows))[:MAX_ROWS]
 
 

@@ -42,6 +42,12 @@ def test_a_good_hint_saves_most_of_the_way() -> None:
     assert len(with_hint) < len(without) - 3
 
 
+def test_a_start_far_above_the_limit_goes_to_where_the_answer_is_expected() -> None:
+    _, probes = _search(Question(start=1000.0, hint=40.0), lambda level: level > 41)
+    assert [probe.level for probe in probes[:2]] == [1000.0, 40.0]
+    assert len(probes) <= 14
+
+
 @settings(deadline=None)
 @given(knee=st.floats(0.05, 400))
 def test_a_rate_is_found_to_the_asked_share(knee: float) -> None:
