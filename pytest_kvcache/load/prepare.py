@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, KvError, UsageError
 from pytest_kvcache.load import contract
 from pytest_kvcache.load.asking import Ask, choose_model
+from pytest_kvcache.load.counting import tokenize
 from pytest_kvcache.load.plans import ASSISTANT, SYSTEM, USER, Part
 from pytest_kvcache.load.prompts import CALIBRATED, ESTIMATED, IDS, LEAD, TOKENIZE, WORDS, Prompt, PromptSource, Vocabulary, made_up_words
 from pytest_kvcache.load.rejections import classify
@@ -122,22 +124,11 @@ class _Learner:
         candidates = list(dict.fromkeys((*WORDS, *made_up_words(1200))))
         for start in range(0, len(candidates), batch):
             text = "".join(" " + word for word in candidates[start : start + batch])
-            body = {
-                "model": self.target.model, "prompt": text, "add_special_tokens": False, "return_token_strs": True,
-                "content": text, "add_special": False, "with_pieces": True,
-            }  # fmt: skip
-            answer = self.ask("POST", "/tokenize", msgspec.json.encode(body))
-            found = answer.json if answer.status == 200 else None
-            tokens = found.get("tokens") if isinstance(found, dict) else None
-            if not isinstance(tokens, list):
+            found = tokenize(self.ask, self.target.model, text, pieces=True)
+            if found is None:
                 break
-            pieces = found.get("token_strs") if isinstance(found, dict) else None
-            for at, token in enumerate(tokens):
-                number = token.get("id") if isinstance(token, dict) else token
-                piece = token.get("piece") if isinstance(token, dict) else pieces[at] if isinstance(pieces, list) and at < len(pieces) else None
-                if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                    continue
-                word = _WORD_PIECE.match(piece) if isinstance(piece, str) else None
+            for number, piece in zip_longest(*found):
+                word = _WORD_PIECE.match(piece or "")
                 if word:
                     singles.setdefault(number, word[1])
                 else:
@@ -173,10 +164,8 @@ class _Learner:
         """Return how many tokens the server's tokenizer adds to text, where no usage tells: BOS and LEAD."""
         if self.target.api != "completions":
             return None
-        body = {"model": self.target.model, "prompt": LEAD, "add_special_tokens": True, "content": LEAD, "add_special": True}
-        found = self.ask("POST", "/tokenize", msgspec.json.encode(body)).json
-        tokens = found.get("tokens") if isinstance(found, dict) else None
-        return len(tokens) if isinstance(tokens, list) else None
+        found = tokenize(self.ask, self.target.model, LEAD, special=True)
+        return len(found[0]) if found is not None else None
 
     # words by usage
 
