@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import msgspec
 
@@ -46,6 +46,25 @@ GRACE_S = 20.0
 TERM_S = 10.0
 DEFAULT_DURATION_S = 30.0
 _TAKEN = frozenset({"api", "model", "rows", "endpoints", "duration_s", "seed", "users", "output_tokens", "max_model_len", "keep_text"})
+
+
+class Asked(TypedDict, total=False):
+    """What is asked of a load, by keyword. 0 users and output tokens take the profile's own, 0 seconds take 30.
+
+    ``options`` holds options of the profile and of the load by name (``requests``, ``nonce``, ``lengths``, ``think_s``,
+    ``backoff_s``, ``stop_timeout_s``; ``rate``, ``arrivals``, ``stages`` and the others that ``--kv-help`` lists). ``processes``
+    above 1 spreads the load over so many worker processes of this machine, whose rows come together in the one file.
+    """
+
+    users: int
+    duration_s: float
+    output_tokens: int
+    seed: int
+    max_model_len: int | None
+    request_timeout_s: float
+    keep_text: bool
+    options: Mapping[str, Any] | None
+    processes: int
 
 
 @dataclass(frozen=True)
@@ -94,23 +113,11 @@ def own_length(options: Mapping[str, Any]) -> bool:
     return is_listed(str(options.get("stages") or "")) or bool(options.get("trace"))
 
 
-def command(
-    profile: Path,
-    rows: Path,
-    host: str,
-    *,
-    users: int = 0,
-    duration_s: float = 0.0,
-    output_tokens: int = 0,
-    seed: int = 1,
-    max_model_len: int | None = None,
-    request_timeout_s: float = 300.0,
-    keep_text: bool = False,
-    options: Mapping[str, Any] | None = None,
-    processes: int = 1,
-) -> list[str]:
+def command(profile: Path, rows: Path, host: str, **asked: Unpack[Asked]) -> list[str]:
     """Return the command line of the load; it holds no key and no header. Raises UsageError for an option that cannot be meant."""
-    extra = dict(options or {})
+    users, duration_s, processes = asked.get("users", 0), asked.get("duration_s", 0.0), asked.get("processes", 1)
+    request_timeout_s = asked.get("request_timeout_s", 300.0)
+    extra = dict(asked.get("options") or {})
     taken = sorted(_TAKEN & extra.keys())
     if taken:
         raise UsageError(f"{', '.join(taken)} cannot be given as an option of the load", hint="it is set by its own argument")
@@ -137,12 +144,12 @@ def command(
     if processes > 1:
         words += ["--processes", str(processes), *_own_port()]
     words += ["--exit-code-on-error", "0", "--only-summary", "--loglevel", "INFO", "--kv-rows", str(rows)]
-    words += ["--kv-duration-s", f"{duration_s:g}", "--kv-seed", str(seed), "--kv-request-timeout-s", f"{request_timeout_s:g}"]
-    if output_tokens:
+    words += ["--kv-duration-s", f"{duration_s:g}", "--kv-seed", str(asked.get("seed", 1)), "--kv-request-timeout-s", f"{request_timeout_s:g}"]
+    if output_tokens := asked.get("output_tokens"):
         words += ["--kv-output-tokens", str(output_tokens)]
-    if max_model_len:
+    if max_model_len := asked.get("max_model_len"):
         words += ["--kv-max-model-len", str(max_model_len)]
-    if keep_text:
+    if asked.get("keep_text"):
         words.append("--kv-keep-text")
     for name, value in extra.items():
         if not name.replace("_", "").isalnum() or value is None:
@@ -163,29 +170,11 @@ def _own_port() -> list[str]:
     return ["--master-bind-port", port, "--master-port", port]
 
 
-def run_load(
-    endpoints: Sequence[Endpoint],
-    profile: str,
-    folder: Path,
-    *,
-    users: int = 0,
-    duration_s: float = 0.0,
-    output_tokens: int = 0,
-    seed: int = 1,
-    max_model_len: int | None = None,
-    request_timeout_s: float = 300.0,
-    keep_text: bool = False,
-    options: Mapping[str, Any] | None = None,
-    stop: threading.Event | None = None,
-    processes: int = 1,
-) -> LoadResult:
+def run_load(endpoints: Sequence[Endpoint], profile: str, folder: Path, *, stop: threading.Event | None = None, **asked: Unpack[Asked]) -> LoadResult:
     """Press ``endpoints`` with a profile and return what was left in ``folder``: requests.jsonl and locust.log.
 
-    0 takes the profile's own users and output tokens, and 30 s. ``options`` holds options of the profile and of the load
-    (``requests``, ``nonce``, ``lengths``, ``think_s``, ``backoff_s``, ``stop_timeout_s``; ``rate``, ``arrivals``, ``stages`` and
-    the others that ``--kv-help`` lists) by name. The same ``nonce`` and seed
-    send the same prompts; without one every load sends prompts that were never sent before. ``stop`` ends the load early.
-    ``processes`` above 1 spreads the load over so many worker processes of this machine, whose rows come together in the one file.
+    ``asked`` is what ``Asked`` names. The same ``nonce`` and seed send the same prompts; without one every load sends prompts
+    that were never sent before. ``stop`` ends the load early.
 
     Raises UsageError for what cannot be meant, LoadFailed where the process broke or left no end record (rows so far stay in
     the file), CannotWrite where the folder cannot be written.
@@ -193,23 +182,10 @@ def run_load(
     if not endpoints:
         raise UsageError("a load needs an endpoint")
     path = profile_path(profile)
-    options = {"nonce": secrets.token_hex(8), **(options or {})}
+    options = asked["options"] = {"nonce": secrets.token_hex(8), **(asked.get("options") or {})}
     rows, log = folder.resolve() / ROWS, folder.resolve() / LOG
     handed = Handed([from_endpoint(endpoint) for endpoint in endpoints], os.getpid(), str(Path.cwd()))
-    words = command(
-        path,
-        rows,
-        handed.targets[0].root,
-        users=users,
-        duration_s=duration_s,
-        output_tokens=output_tokens,
-        seed=seed,
-        max_model_len=max_model_len,
-        request_timeout_s=request_timeout_s,
-        keep_text=keep_text,
-        options=options,
-        processes=processes,
-    )
+    words = command(path, rows, handed.targets[0].root, **asked)
     bound_s = float(words[words.index("--kv-duration-s") + 1]) + STOP_TIMEOUT_S + GRACE_S
     process = _start(words, folder, log, handed)
     problems: list[str] = []
@@ -222,7 +198,7 @@ def run_load(
     _check(load, exit_code, log, stopped=stop is not None and stop.is_set())
     problems += _problems(load, int(options.get("requests", 0)))
     start = load.start
-    asked = start.options if start is not None else {}
+    told = start.options if start is not None else {}
     return LoadResult(
         rows_path=rows,
         exit_code=exit_code,
@@ -230,8 +206,8 @@ def run_load(
         rows=load.rows,
         argv=words,
         workload=workload_hash(start) if start is not None else "",
-        planned_users=int(asked.get("users", users)),
-        planned_duration_s=float(asked.get("duration_s", duration_s)),
+        planned_users=int(told.get("users", asked.get("users", 0))),
+        planned_duration_s=float(told.get("duration_s", asked.get("duration_s", 0.0))),
         problems=problems,
     )
 
