@@ -139,14 +139,14 @@ def pressed_not_worse(before: Sequence[Analysis], after: Sequence[Analysis], mar
         judged = msgspec.structs.replace(judged, verdict=INCONCLUSIVE, text="; ".join(notes))
     elif notes:
         judged = msgspec.structs.replace(judged, text=f"{judged.text}; {'; '.join(notes)}")
-    return msgspec.structs.replace(judged, beside="; ".join(_shown(felt[1][part]) for part in both))
+    return msgspec.structs.replace(judged, beside="; ".join(shown_pressure(felt[1][part]) for part in both))
 
 
 def _felt(analyses: Sequence[Analysis]) -> dict[str, PressureRecord]:
     return {record.part: record for analysis in reversed(analyses) for record in analysis.run.record.pressure}
 
 
-def _shown(record: PressureRecord) -> str:
+def shown_pressure(record: PressureRecord) -> str:
     """Return what a server went through under a pressure, in words."""
     said = [f"usage up to {units.show(record.usage_peak, 'ratio')}"] if record.usage_peak is not None else []
     said += [f"{value:,.0f} {word}" for value, word in ((record.waiting_peak, "waiting"), (record.preemptions, "preemptions")) if value]
@@ -275,5 +275,5 @@ def pressed(analyses: Sequence[Analysis], min: float) -> GateRecord:
         method="Clopper-Pearson lower bound beside it",
     )  # fmt: skip
     return msgspec.structs.replace(
-        made, lengths=sorted({row.length_tokens for row in wrong}), beside="; ".join(_shown(felt[part]) for part in working)
+        made, lengths=sorted({row.length_tokens for row in wrong}), beside="; ".join(shown_pressure(felt[part]) for part in working)
     )

@@ -78,7 +78,7 @@ def choice_in(answer: str, choices: Sequence[str]) -> str | None:
     settled = [found.group(1) for mark in _SAYS.finditer(answer) if (found := said.match(answer, mark.end()))]
     if settled:
         return settled[-1]
-    named = {found.group(1) for found in re.finditer(rf"(?<!\w)({one})(?!\w)(?!\s+[a-z])", answer)}
+    named = {found.group(1) for found in re.finditer(rf"(?<!\w)({one})(?!\w)(?!\s+(?!or\b|and\b)[a-z])", answer)}
     return named.pop() if len(named) == 1 else None
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pytest_kvcache import __version__, units
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import charts, diagnosed, knee, memory, sections, svg, taken
+from pytest_kvcache.report import answers, charts, diagnosed, knee, memory, sections, svg, taken
 from pytest_kvcache.report.escape import block, plain
 from pytest_kvcache.report.model import (
     SessionView,
@@ -338,7 +338,12 @@ def _quality(view: SessionView) -> dict[str, Any] | None:
     longest = max(len(v) for v in rates.values())
     if longest > charts.MAX_LENGTHS:
         notes.append(f"The {charts.MAX_LENGTHS} lengths with the lowest rates of {longest} are drawn.")
-    return {"chart": _drawn(draw, caption=" · ".join(totals)), "broken": sections.broken_lengths(rates)[:60], "notes": notes}
+    return {
+        "chart": _drawn(draw, caption=" · ".join(totals)),
+        "broken": sections.broken_lengths(rates)[:60],
+        "notes": notes,
+        "lines": answers.lines(view),
+    }
 
 
 def _runs(view: SessionView) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import sections
+from pytest_kvcache.report import answers, sections
 from pytest_kvcache.report.escape import code, markdown
 from pytest_kvcache.report.model import (
     SessionView,
@@ -24,6 +24,9 @@ from pytest_kvcache.report.model import (
 
 MAX_GATES = 60
 _SIGNS = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔", "INVALID": "⚠️"}
+
+_MOST_LENGTHS = 12
+"""Of more prompt lengths than this only those that gave a wrong answer are listed, and the others together."""
 
 
 def summary(view: SessionView) -> str:
@@ -121,8 +124,16 @@ def _quality(view: SessionView) -> list[str]:
     rates = sections.quality(view)
     if not rates:
         return []
-    lengths = sorted({length for side in rates.values() for length in side})[:60]
-    rows = [[f"{length:,}", *("/".join(map(str, side[length])) if length in side else "" for side in rates.values())] for length in lengths]
-    lines = ["### Quality by prompt length (right / asked)", "", _table(["tokens", *(side or "right / asked" for side in rates)], rows, 0), ""]
+    lengths = sorted({length for side in rates.values() for length in side})
+    broke = [length for length in lengths if any(side.get(length, (0, 0))[0] < side.get(length, (0, 0))[1] for side in rates.values())]
+    listed = (lengths if len(lengths) <= _MOST_LENGTHS else broke)[:60]
+    rows = [[f"{length:,}", *(answers.share(*side[length]) if length in side else "" for side in rates.values())] for length in listed]
+    if len(listed) < len(lengths):
+        name = f"{'the other' if listed else 'all'} {len(lengths) - len(listed)}"
+        rests = [[cell for length, cell in side.items() if length not in listed] for side in rates.values()]
+        rows.append([name, *(answers.share(sum(p for p, _ in rest), sum(a for _, a in rest)) if rest else "" for rest in rests)])
+    head = ["prompt length, tokens", *(side or "measured" for side in rates)]
+    lines = ["### Quality by prompt length", "", _table(head, rows, 0), ""]
     broken = sections.broken_lengths(rates)
-    return [*lines, *(f"- worse at {markdown(line)}" for line in broken[:40]), *([""] if broken else [])]
+    more = [*(f"- worse at {markdown(line)}" for line in broken[:40]), *(f"- {markdown(line)}" for line in answers.lines(view))]
+    return [*lines, *more, *([""] if more else [])]

@@ -34,6 +34,7 @@ _UNIT = re.compile(r" (?:tokens/s|tokens|blocks|requests|events|items)\Z")
 # What a bound says beyond its figure ("of the pool higher") is in the head of the column beside it.
 _SHORT = re.compile(r"([≤≥] \S+ \S+) .*")
 MAX_PASSED = 40
+MAX_LENGTHS = 60
 
 
 def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
@@ -139,6 +140,9 @@ def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
     texts = [text] if (text := beside(view, gate)) else []
     if gate.verdict != "PASS" and gate.value is not None and (interval := show_interval(gate)):
         texts.append(f"interval {interval}")
+    if gate.lengths:
+        more = f" and {len(gate.lengths) - MAX_LENGTHS} more" if len(gate.lengths) > MAX_LENGTHS else ""
+        texts.append(f"broke at {', '.join(f'{length:,}' for length in gate.lengths[:MAX_LENGTHS])}{more} tokens")
     return [line for text in texts for line in textwrap.wrap(clip(text, 6 * width), max(width, 20))]
 
 

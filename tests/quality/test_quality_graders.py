@@ -64,3 +64,22 @@ def test_items_without_an_answer_count_as_asked() -> None:
     summary = summarise(rows)
     assert (summary.items, summary.passed, summary.errors) == (3, 1, 1)
     assert summary.by_length == {64: (1, 2), 256: (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [("So 12 + 30 = 42", True), ("42.", True), ("1,042", False), ("The sum is 42.004", True), ("The sum is 42.2", False), ("-42", False), ("A42", False), ("none", False),
+     ("It was 42, no: 41", False)],
+)  # fmt: skip
+def test_the_last_number_is_graded_within_its_tolerance(answer: str, passes: bool) -> None:
+    assert grade(Item("n", "p", "42.0", "number", tolerance=0.01), answer) is passes
+
+
+@pytest.mark.parametrize(
+    ("answer", "choice"),
+    [("B", "B"), ("(C) because", "C"), ("**D**", "D"), ("The answer is B.", "B"), ("Answer: (A)", "A"), ("A good try, but the answer is (C)", "C"), ("B. Paris", "B"),
+     ("I would say C", "C"), ("A or B", None), ("A good one", None), ("nothing", None), ("Because", None), ("The answer is A. No: the correct answer is D", "D")],
+)  # fmt: skip
+def test_the_choice_that_an_answer_settles_on_is_graded(answer: str, choice: str | None) -> None:
+    for letter in "ABCD":
+        assert grade(Item("c", "p", letter, "choice", choices=("A", "B", "C", "D")), answer) is (letter == choice)
