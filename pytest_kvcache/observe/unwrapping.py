@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter
 from typing import Any
 
 _MOST_PASSES = 4
@@ -95,8 +96,8 @@ def _apart(text: str) -> str:
     told: list[str] = []
     for line in text.split("\n"):
         found = list(_BEGINNINGS.finditer(line)) if len(line) > 60 else []
-        kinds = [match.lastgroup for match in found]
-        cuts = [match.start() for match in found if kinds.count(match.lastgroup) > 1]
+        kinds = Counter(match.lastgroup for match in found)
+        cuts = [match.start() for match in found if kinds[match.lastgroup] > 1]
         told += [line[start:end].rstrip() for start, end in zip([0, *cuts], [*cuts, len(line)], strict=True) if start < end] if cuts else [line]
     return "\n".join(told)
 

@@ -236,6 +236,8 @@ def _authority(url: str, schemes: tuple[str, ...]) -> tuple[SplitResult, str]:
         _refuse(url, "it is empty", example)
     if not url.isprintable() or any(char.isspace() or char == "\\" for char in url):
         _refuse(url, "it holds spaces, control characters or a backslash", example)
+    if url.rstrip(":/").lower() in schemes:
+        _refuse(url, "it names no host", example)
     if "://" not in url:
         _refuse(url, "it has no scheme", f"write http://{hide_user(url).lstrip('/')}")
     try:

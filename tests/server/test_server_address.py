@@ -61,6 +61,7 @@ def test_every_way_to_write_an_address_gives_its_root(url: str, root: str) -> No
         ("file:///etc/passwd", "only http and https"),
         ("ftp://host", "only http and https"),
         ("http://", "names no host"),
+        ("http:", "names no host"),
         ("http:///v1", "names no host"),
         ("http://:8000", "names no host"),
         ("http://host:0", "port 0"),
