@@ -232,6 +232,8 @@ def _finding(number: int, finding: Finding, width: int) -> list[str]:
     where = f", {finding.run}" if finding.run.startswith("runs/") else ""
     lines = _wrapped(f"{finding.severity}: {finding.title} [{finding.id}{where}]", width, f"  {number}. ", "     ")
     lines += _wrapped(finding.text, width, "     ")
+    if finding.beside:
+        lines += _wrapped(f"({finding.beside})", width, "     ")
     for action in finding.do:
         lines += _wrapped(action, width, "     do:  ", "          ")
     if finding.avoid:

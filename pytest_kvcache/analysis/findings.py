@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
+from pytest_kvcache.analysis.three import beside
 from pytest_kvcache.conditions import INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Group, Limit, Lookup, evaluate, parse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import KNOWN, QUANTITIES, Missing, Reading, Value
@@ -78,7 +79,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule says of one Run. ``text`` holds the numbers, ``why`` the condition with what was measured, ``run`` the Run's folder."""
+    """What a rule says of one Run. ``text`` holds the numbers, ``beside`` what stands beside a usage ratio where ``text`` has one, ``why`` the condition with what was measured, ``run`` the Run's folder."""
 
     id: str
     title: str
@@ -93,6 +94,7 @@ class Finding:
     why: str
     run: str = ""
     profile: str = ""
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,8 @@ def find(analysis: Analysis, rules: Sequence[Rule] | None = None, baseline: Anal
     for rule in shipped_rules() if rules is None else rules:
         verdict, text = _holds(rule, lookup, before)
         if verdict == PASS:
-            found.append(_finding(rule, lookup, before, text, where, analysis.run.record.profile))
+            finding = _finding(rule, lookup, before, text, where, analysis.run.record.profile)
+            found.append(replace(finding, beside=beside(analysis)) if "{usage." in rule.say else finding)
         elif verdict == INCONCLUSIVE:
             unseen.append(Unseen(rule.id, rule.title, _missing(rule, lookup, before), where))
     found.sort(key=_order)

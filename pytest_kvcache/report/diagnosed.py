@@ -31,6 +31,7 @@ class Item:
     avoid: str
     reason: str
     evidence: list[str]
+    beside: str = ""
     where: str = ""
     href: str = ""
 
@@ -91,6 +92,7 @@ def _item(one: Finding) -> Item:
         plain(one.avoid, 600),
         plain(one.reason, 600),
         evidence,
+        plain(one.beside, 600),
         where,
         quote(one.run) + "/" if where else "",
     )

@@ -190,3 +190,11 @@ def test_waiting_is_seen_also_where_the_seats_are_not_told(tmp_path: Path) -> No
     told = find(made(tmp_path / "2-x", (), waits))
     assert "seat-bound" in ids(told.found)
     assert "waiting-beside-free" not in ids(told.found)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_no_finding_shows_a_lonely_percentage(rule: str, tmp_path: Path) -> None:
+    for one in find(CASES[rule][0](tmp_path / "1-normal"), baseline=baseline_of(rule, tmp_path)).found:
+        spoken = next(other for other in shipped_rules() if other.id == one.id)
+        assert ("{usage." in spoken.say) == bool(one.beside)
+        assert not one.beside or ("pool" in one.beside and "free at the tightest" in one.beside and "mean length" in one.beside)
