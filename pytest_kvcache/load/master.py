@@ -287,6 +287,7 @@ class MasterSession:
         text = f"the worker {seat.name} on {host} was lost ({why}): {seat.rows} of its requests are kept, and its share of the load is missing"
         self.note(contract.LOST_NOTE, text)
         self.say(text)
+        self.environment.process_exit_code = self.environment.process_exit_code or Broken.exit_code
 
     def note(self, subject: str, text: str, values: dict[str, float] | None = None) -> None:
         """Write a note of the master's own."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
+from typing import Any
 
 import msgspec
 import pytest
+from gevent.pool import Group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvcache.load import link
 from pytest_kvcache.load.clocks import Clock
 from pytest_kvcache.load.pieces import AGAIN_AFTER_S, MOST_WAITING_BYTES, UNDER_WAY, RowsSender
-from pytest_kvcache.records import LoadEnd, RequestRow
+from pytest_kvcache.records import LoadEnd, LoadNote, RequestRow
 
 
 def row(number: int, text: str = "") -> RequestRow:
@@ -125,3 +129,29 @@ def test_an_answer_from_the_future_is_no_measure() -> None:
     clock = Clock()
     clock.add(5.0, 5.0, 4.0)
     assert clock.known == 0
+
+
+class NoReader:
+    """A worker's runner after "quit": it sends, and nobody reads what comes."""
+
+    def __init__(self) -> None:
+        self.greenlet = Group()
+        self.sent: list[tuple[str, Any]] = []
+
+    def register_message(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def send_message(self, kind: str, data: Any) -> None:
+        self.sent.append((kind, data))
+
+
+def test_a_worker_does_not_wait_long_for_a_word_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "DEAF_S", 0.1)
+    runner = NoReader()
+    line = link.Link(runner)
+    rows = line.opens("load", lambda: None, lambda _: None)
+    rows.put(LoadNote(0.0, "subject", "text"))
+    begun_s = time.monotonic()
+    line.drain()
+    assert time.monotonic() - begun_s < link.DRAIN_S / 2
+    assert [data["number"] for kind, data in runner.sent if kind == link.ROWS] == [1]
