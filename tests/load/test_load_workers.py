@@ -119,6 +119,7 @@ def test_a_worker_that_is_killed_is_told_and_what_it_sent_is_kept(tmp_path: Path
     (result,) = came
     assert isinstance(result, LoadResult), result
     assert not result.complete
+    assert result.exit_code == 5
     assert any("was lost (it does not answer any more)" in problem for problem in result.problems)
     load = read_load(path)
     assert sorted((end.reason, end.rows) for end in load.ends) == sorted(
