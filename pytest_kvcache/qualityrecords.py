@@ -60,6 +60,7 @@ class PressureRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     items: int = 0
     seconds: float = 0.0
     users: int = 0
+    pool_tokens: float | None = None
     usage_peak: float | None = None
     running_peak: float | None = None
     waiting_peak: float | None = None

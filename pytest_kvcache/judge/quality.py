@@ -148,7 +148,12 @@ def _felt(analyses: Sequence[Analysis]) -> dict[str, PressureRecord]:
 
 def shown_pressure(record: PressureRecord) -> str:
     """Return what a server went through under a pressure, in words."""
-    said = [f"usage up to {units.show(record.usage_peak, 'ratio')}"] if record.usage_peak is not None else []
+    said = []
+    if record.usage_peak is not None:
+        pool = record.pool_tokens
+        of = f" of {pool:,.0f} tokens ({pool * (1 - record.usage_peak):,.0f} free)" if pool is not None else " of a pool that is not told"
+        said = [f"usage up to {units.show(record.usage_peak, 'ratio')}{of}"]
+    said += [f"{record.running_peak:,.0f} running (their mean length is not measured here)"] if record.running_peak else []
     said += [f"{value:,.0f} {word}" for value, word in ((record.waiting_peak, "waiting"), (record.preemptions, "preemptions")) if value]
     said += [f"{record.prefix_hits:,.0f} tokens from the prefix cache"] if record.prefix_hits and record.part == "prefix" else []
     said += [f"{record.cancelled:,} requests broken off"] if record.cancelled else []

@@ -127,6 +127,8 @@ def _under(pressing: Pressing, pressure: str, items: Sequence[Item]) -> Pressure
     rows = list(read_lines(folder / "telemetry.jsonl", TelemetryRow))
     fields: dict[str, Any] = {name: _moved(name, before, after) for name in _COUNTERS}
     fields |= {f"{name}_peak": _peak(name, rows) for name in ("usage", "running", "waiting")}
+    pools = [value.number() for snapshot in before if isinstance(value := snapshot.value("pool_tokens"), Reading)]
+    fields["pool_tokens"] = sum(pools) if pools else None
     record = PressureRecord(pressure, True, items=len(items), seconds=round(seconds, 2), **felt, **fields)
     why = _lacking(record, felt)
     return PressureRecord(pressure, not why, why, items=len(items), seconds=round(seconds, 2), **felt, **fields)

@@ -343,6 +343,7 @@ def _quality(view: SessionView) -> dict[str, Any] | None:
         "broken": sections.broken_lengths(rates)[:60],
         "notes": notes,
         "lines": answers.lines(view),
+        "wide": longest > 10,
     }
 
 

@@ -1,0 +1,103 @@
+"""Pressure: which item is asked under which, whether it was felt, and that requests are broken off in mid-answer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_run import snapshot
+from scripted_server import ScriptedServer
+
+from pytest_kvcache.engines import DIALECTS
+from pytest_kvcache.errors import UsageError
+from pytest_kvcache.quality import pressure
+from pytest_kvcache.quality.needle import recall_items
+from pytest_kvcache.records import PressureRecord, QualityRow
+from pytest_kvcache.runfolder import read_lines
+from pytest_kvcache.server.endpoint import choose_model, parse_endpoint
+from pytest_kvcache.settings import Settings
+
+
+def test_pressures_are_named_or_all_of_them() -> None:
+    assert pressure.read_pressures("") == []
+    assert pressure.read_pressures("all") == ["fill", "prefix", "cancel"]
+    assert pressure.read_pressures(" cancel, fill") == ["fill", "cancel"]
+    with pytest.raises(UsageError, match="no pressure 'heat'"):
+        pressure.read_pressures("fill,heat")
+
+
+def test_each_item_is_asked_under_one_pressure_whatever_else_is_asked() -> None:
+    items = recall_items(4096, [16])
+    shares = pressure.share_out(items, pressure.PRESSURES)
+    assert sum(map(len, shares.values())) == 300
+    assert {item.id for chosen in shares.values() for item in chosen} == {item.id for item in items}
+    assert all(len(chosen) > 40 and len({item.length_tokens for item in chosen}) > 20 for chosen in shares.values())
+    of_others = pressure.share_out(recall_items(4096, [784]), pressure.PRESSURES)
+    where = {item.id: part for part, chosen in shares.items() for item in chosen}
+    assert all(where.get(item.id, part) == part for part, chosen in of_others.items() for item in chosen)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "says"),
+    [
+        ("fill", {"usage_peak": 0.9}, ""),
+        ("fill", {"usage_peak": 0.4, "preemptions": 2.0}, ""),
+        ("fill", {"usage_peak": 0.4, "waiting_peak": 3.0}, ""),
+        ("fill", {"usage_peak": 0.4, "waiting_peak": 0.0, "preemptions": 0.0}, "usage peaked at 40%"),
+        ("fill", {}, "usage is not told"),
+        ("prefix", {"prefix_hits": 10.0}, ""),
+        ("prefix", {"prefix_hits": 0.0}, "no prompt was found"),
+        ("prefix", {}, "does not tell prefix hits"),
+        ("cancel", {"cancelled": 1}, ""),
+        ("cancel", {}, "no request was broken off"),
+    ],
+)
+def test_what_was_not_felt_is_no_pressure(part: str, fields: dict[str, Any], says: str) -> None:
+    why = pressure._lacking(PressureRecord(part, True, **fields), fields)
+    assert (says in why) if says else why == ""
+
+
+def test_users_of_a_filling_lane_want_more_than_the_pool_holds() -> None:
+    users, longest = pressure.fill_users([snapshot(0.0, pool_tokens=100_000, max_model_len=8192, max_num_seqs=256)])
+    assert longest == 8192
+    assert users * 0.7 * 8192 > 1.4 * 100_000
+    assert pressure.fill_users([snapshot(0.0, pool_tokens=10**9, max_model_len=1024, max_num_seqs=8)])[0] == 10, (
+        "no more than seats and two that wait"
+    )
+
+
+def test_answers_must_be_right_with_a_part_of_the_prompt_cached_and_with_all_of_it(tmp_path: Path) -> None:
+    items = [item for item in recall_items(600, [16]) if item.length_tokens in {64, 65}][:6]
+    lock, seen = threading.Lock(), set[str]()
+    wanted = {str(item.prompt): item.expect for item in items}
+
+    def answer(prompt: str) -> str:
+        with lock:
+            again = prompt in seen
+            seen.add(prompt)
+        # wrong only where the whole prompt comes for the first time
+        return wanted.get(prompt, "x") if again else "wrong"
+
+    with ScriptedServer(answer=answer, metrics="vllm") as server:
+        endpoint = choose_model(parse_endpoint(server.url, Settings()))
+        pressing = pressure.Pressing([endpoint], [DIALECTS["vllm"]], tmp_path, sample_hz=20.0)
+        (record,) = pressure.ask_under_pressure(pressing, items, ["prefix"])
+    rows = list(read_lines(tmp_path / "quality.jsonl", QualityRow))
+    assert [row.part for row in rows] == ["prefix"] * len(items)
+    assert not any(row.passed for row in rows)
+    assert {row.note for row in rows} == {"wrong with a part of its prompt from the cache"}
+    assert len(seen) == 2 * len(items)
+    assert not record.pressed, "the script caches nothing, and tells so"
+
+
+def test_requests_are_broken_off_in_mid_answer_while_items_are_asked(tmp_path: Path) -> None:
+    items = [item for item in recall_items(600, [16]) if item.length_tokens in {64, 65}][:6]
+    with ScriptedServer(itl_s=0.02, metrics="vllm") as server:
+        endpoint = choose_model(parse_endpoint(server.url, Settings()))
+        pressing = pressure.Pressing([endpoint], [DIALECTS["vllm"]], tmp_path, sample_hz=20.0)
+        (record,) = pressure.ask_under_pressure(pressing, items, ["cancel"])
+    assert record.pressed
+    assert record.cancelled >= 1
+    assert len(list(read_lines(tmp_path / "quality.jsonl", QualityRow))) == 6
