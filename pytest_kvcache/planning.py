@@ -84,8 +84,8 @@ def _more(arguments: argparse.Namespace) -> dict[str, object]:
     more: dict[str, object] = {}
     for name, text in _pairs(arguments.set, "--set").items():
         try:
-            more[name] = json.loads(text)
-        except ValueError:
+            more[name] = text if name in ("cpu_space", "threads_bind") else json.loads(text)
+        except (ValueError, RecursionError):
             more[name] = text
     if arguments.encoder_tokens:
         more["encoder_tokens"] = arguments.encoder_tokens

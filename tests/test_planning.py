@@ -178,3 +178,12 @@ def test_the_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "docs/plan.md", "exec"), {})
+
+
+def test_a_text_that_looks_like_a_number_stays_the_text_that_the_engine_reads(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, config, "--kv-memory", "20GiB", "--platform", "cpu", "--set", "cpu_space=0.25")
+    assert code == 1
+    assert "VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB, and is '0.25'" in out
+    code, _, err = run(capsys, config, "--set", "state_dtype=5")
+    assert code == 2
+    assert "state_dtype = 5 is no text" in err

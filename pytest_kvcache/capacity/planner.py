@@ -25,7 +25,8 @@ from pytest_kvcache.errors import CannotJudge, UsageError
 
 Size = int | float | str
 _SHOWN_LENGTH = 4096
-_FLAGS = frozenset({"async_scheduling", "chunked_local_hybrid", "mtp", "unified", "swa_full"})
+_FLAGS = frozenset({"async_scheduling", "chunked_local_hybrid", "mtp", "unified", "swa_full", "prefix_caching", "hybrid"})
+_TEXTS = frozenset({"dtype", "kv_dtype", "state_dtype", "cpu_space", "threads_bind", "engine", "platform"})
 ENGINES = ("vllm", "sglang", "llamacpp", "paged")
 
 
@@ -151,6 +152,7 @@ def plan(
     if not 0 < risk < 1:
         raise UsageError(f"a risk of {risk} is no probability", hint="0.001 means once in a thousand")
     _counts(max_model_len=None if max_model_len == -1 else max_model_len)
+    _meant({"prefix_caching": prefix_caching, "hybrid": hybrid, "dtype": dtype, "kv_dtype": kv_dtype, "engine": engine, "platform": platform, **more})
     if engine not in ENGINES:
         raise UsageError(f"no engine {str(engine)[:40]!r} is planned for", hint=f"one of {', '.join(ENGINES)}")
     architecture = source if isinstance(source, Architecture) else read_architecture(source, assume=assume)
@@ -168,7 +170,6 @@ def plan(
     unknown = settings.keys() - {field.name for field in fields(EngineShape)}
     if unknown:
         raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}", hint=f"EngineShape has {', '.join(f.name for f in fields(EngineShape))}")
-    _meant(more)
     if num_gpu_blocks_override is not None and engine in ("sglang", "llamacpp"):
         raise UsageError(f"num_gpu_blocks_override is not of {engine}", hint="--kv-memory states its pool")
     shape = EngineShape(**settings)
@@ -220,6 +221,8 @@ def _meant(more: Mapping[str, Any]) -> None:
     for name, value in more.items():
         if value is None:
             continue
+        if name in _TEXTS and not isinstance(value, str):
+            raise UsageError(f"{name} = {str(value)[:40]} is no text")
         if name in _FLAGS and not isinstance(value, bool):
             raise UsageError(f"{name} = {str(value)[:40]} is neither true nor false")
         if name in ("slots", "micro_batch", "numa_nodes"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvcache.capacity import plan
 from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.growth import growth
 from pytest_kvcache.capacity.pool import EngineShape, blocks_for, lay_out, size_pool
@@ -65,3 +67,13 @@ def test_a_missing_or_enormous_file_is_said(tmp_path: Path) -> None:
         file.truncate(17 * 2**20)
     with pytest.raises(UsageError, match="larger than"):
         read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.25, 10**30, "x", "", True, [], {}, float("nan")])
+@pytest.mark.parametrize("name", [field.name for field in fields(EngineShape)])
+def test_no_setting_of_whatever_kind_breaks_a_plan(name: str, value: Any) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+    try:
+        plan(config, **{"kv_memory": "1MiB", name: value}).as_dict()
+    except KvError:
+        return
