@@ -234,7 +234,7 @@ def _known() -> dict[str, Known]:
         "quality.items": Known("items", "", "quality items asked"),
         "quality.pressed": Known(ratio, "higher", "pass rate of the quality items asked under pressure"),
         "quality.tasks": Known(ratio, "higher", "pass rate of the tasks of lm-evaluation-harness"),
-        "agreement.equal": Known(ratio, "higher", "share of greedy tokens that are equal on both sides"),
+        "agreement.equal": Known(ratio, "higher", "share of greedy tokens that are equal: asked twice, and in a comparison on both sides"),
     }
     wastes = {
         "rounding": "the empty rest of last blocks", "shared": "prefixes held once (below zero)", "reserved": "room reserved ahead",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.accounting import Accounting, account
+from pytest_kvcache.analysis.answers import answer_values
 from pytest_kvcache.analysis.balance import Balance, balance_values, no_balance, read_balance
 from pytest_kvcache.analysis.cards import ledger_values, read_ledgers, read_telemetry_memory
 from pytest_kvcache.analysis.client import client_values, read_client
@@ -135,10 +136,11 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     record = run.record
     if record.imported_from:
         return _imported(run, limits)
-    asked = [row for row in run.quality() if not row.part]  # those under pressure and of other sets are judged by gates of their own
+    answers = run.quality()
+    asked = [row for row in answers if not row.part]  # those under pressure and of other sets are judged by gates of their own
     quality: QualitySummary | Missing = summarise(asked) if asked else Missing("no quality item was asked")
     values = config_values(record)
-    values["quality.pass_rate"], values["quality.items"] = _quality_values(quality)
+    values.update(answer_values(run, answers, quality))
     values.update(idle_values(record))
     dialect = DIALECTS.get(record.engine)
     rows, frame = read_rows(run.load_lines(), dialect.full_errors if dialect is not None else ())
@@ -229,13 +231,6 @@ def _measured_until(run: Run, window: Window) -> float:
     if not isinstance(planned, (int, float)) or planned <= 0 or run.record.options.get("requests"):
         return window.until_s
     return min(window.since_s + float(planned), window.until_s)
-
-
-def _quality_values(quality: QualitySummary | Missing) -> tuple[Value, Value]:
-    if isinstance(quality, Missing):
-        return quality, quality
-    source = f"quality.jsonl: {quality.passed} of {quality.items}" + (f", {quality.errors} without an answer" if quality.errors else "")
-    return Reading(quality.passed / quality.items, "ratio", source), Reading(quality.items, "items", "quality.jsonl")
 
 
 def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows, load: Payload, lost: Any) -> Timeline:

@@ -185,8 +185,8 @@ def _meant(threshold: Threshold, windows: Sequence[Analysis]) -> bool:
     if threshold.profile:
         return windows[0].run.record.profile == threshold.profile
     for limit in threshold.limits:
-        if limit.name.startswith("quality."):
-            if not any(isinstance(a.quality, Missing) is False for a in windows):
+        if limit.name.startswith(("quality.", "agreement.")):
+            if not any(isinstance(a.value(limit), Reading) for a in windows):
                 return False
         elif limit.lane:
             if not any(limit.lane in a.lanes for a in windows):

@@ -11,6 +11,7 @@ from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.judge.gates import session_verdict
 from pytest_kvcache.judge.thresholds import judge_thresholds, of_limits, of_texts, read_thresholds
+from pytest_kvcache.records import PressureRecord, QualityRow
 
 
 def _load(folder: Path, profile: str = "normal", window: int = 0, length_s: float = 0.5, **record: object) -> Analysis:
@@ -146,3 +147,12 @@ def test_limits_of_a_mark_belong_to_their_profile(tmp_path: Path) -> None:
     lines = of_limits("normal", {"usage_peak": 0.9, "ttft_p95": "1.5s", "rejections": "< 3"})
     judged = judge_thresholds(lines, [_load(tmp_path), _load(tmp_path, "longctx")])
     assert [(gate.lane, gate.verdict) for gate in judged] == [("normal", "PASS")] * 3
+
+
+def test_answers_under_pressure_and_greedy_agreement_can_be_bounded(tmp_path: Path) -> None:
+    made = quality_run(300)
+    made.quality += [QualityRow(f"pressed-{i}", i < 8, part="fill", length_tokens=64, expected_hash="h") for i in range(10)]
+    made.record["pressure"] = [PressureRecord("fill", pressed=True)]
+    run = analyse(made.write(tmp_path / "q"))
+    judged = judge_thresholds(of_texts(["quality.pressed >= 0.9", "quality.pass_rate >= 0.9", "agreement.equal >= 0.9"], "x"), [run])
+    assert [gate.verdict for gate in judged] == ["FAIL", "PASS", "INCONCLUSIVE"]
