@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
             options.add_cli_options(command.add_argument, group)
         return command
 
-    add("demo", _demo, "the whole story on the embedded engine: f16 against q4_0 KV under the same load, in about a minute", OUTPUT)
+    add("demo", _demo, "the whole story on the embedded engine: f16 against q4_0 KV under the same load, in about a minute", ("reports",))
     add("probe", _probe, "send one request close to the longest that the server takes, and show the three numbers", SERVER, PROBE, OUTPUT)
     load = add(
         "load", _load, "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)", SERVER, LOAD, BOUNDS, OUTPUT

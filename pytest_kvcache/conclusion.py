@@ -15,6 +15,7 @@ from pytest_kvcache.judge.compare import config_diff
 from pytest_kvcache.judge.gates import INCONCLUSIVE, session_verdict, worst
 from pytest_kvcache.machine import machine_facts, version_facts
 from pytest_kvcache.records import SCHEMA_VERSION, VerdictRecord
+from pytest_kvcache.report.model import NOT_RUN
 from pytest_kvcache.report.write import write_session
 from pytest_kvcache.server.shown import shown_command
 from pytest_kvcache.settings import Settings
@@ -57,7 +58,7 @@ def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analy
         config_diff=config_diff(before[0].run, after[0].run) if before and after else [],
         problems=list(dict.fromkeys([*session.problems, *(problem.text for analysis in sides for problem in analysis.problems)])),
         notes=[*session.notes, *notes],
-        deselected=[*session.deselected, *(f"{name} (not run)" for name in session.not_run)],
+        deselected=[*session.deselected, *(f"{name} ({NOT_RUN})" for name in session.not_run)],
         repeat=list(session.repeat),
         versions=version_facts(first.engine, first.engine_version) if first else {},
         machine=machine_facts(),

@@ -7,6 +7,7 @@ that a broken experiment goes on from, and the lengths that both sides are press
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,11 @@ _MEASURING = (
     "model", "engine", "engine_from", "api", "header", "extra_body", "gpus", "users", "duration_s", "seed", "output_tokens", "reset_cache", "sample_hz",
     "request_timeout_s", "quality_items", "quality_pressure", "quality_probes", "quality_tasks", "quality_tasks_limit", "metrics_url", "load_processes", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option",
 )  # fmt: skip
+
+
+def go_on(folder: Path) -> str:
+    """Return the option with which the same command goes on with an experiment, as a shell takes it."""
+    return f"--kv-resume={shlex.quote(str(folder))}"
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,9 @@ class Experiment:
         broken = [f"broken off and taken up again {times} time{'s' if times > 1 else ''}"] if times else []
         again = sorted(set(self.record.unsound_repeats))
         broken += [f"unsound and measured again, on both sides: repeat {', '.join(str(number + 1) for number in again)}"] if again else []
-        more = f"more repeats go on from these: the same command with --kv-resume={folder} and a higher --kv-repeats"
+        more = f"more repeats go on from these: the same command with {go_on(folder)} and a higher --kv-repeats"
         if verdict == INVALID:
-            more = f"the same command with --kv-resume={folder} measures unsound repeats again"
+            more = f"the same command with {go_on(folder)} measures unsound repeats again"
         return [starts, *broken, *experiment.looks(self.record), *([more] if verdict in {INCONCLUSIVE, INVALID} else [])]
 
     def _cell(self, cell: Cell, folder: Path, bench: Bench) -> list[Measured]:

@@ -237,5 +237,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("KV cache")
     for line in summary(state.view, color=terminalreporter.hasmarkup).splitlines():
         terminalreporter.write_line(line)
+    for note in state.view.verdict.notes:
+        if "--kv-resume=" in note:
+            terminalreporter.write_line(note)
     if state.finish_note:
         terminalreporter.write_line(state.finish_note)

@@ -20,7 +20,7 @@ from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
 from pytest_kvcache.engines import Dialect, imported
 from pytest_kvcache.errors import CannotWrite, KvError, UsageError
-from pytest_kvcache.experimenting import Bench, Experiment
+from pytest_kvcache.experimenting import Bench, Experiment, go_on
 from pytest_kvcache.judge.baseline import check_name, load_baseline
 from pytest_kvcache.judge.compare import Comparison, compare
 from pytest_kvcache.load.runner import own_length, profile_path
@@ -183,7 +183,7 @@ class Session:
         try:
             found = experiment.run(self.folder, bench)
         except BaseException:
-            self.notes.append(f"the experiment was broken off: the same command with --kv-resume={self.folder} (--resume in the CLI) goes on")
+            self.notes.append(f"the experiment was broken off: the same command with {go_on(self.folder)} (--resume in the CLI) goes on")
             self._say(self.notes[-1])
             raise
         self._before, self._runs = [one.run for one in found if one.side == "before"], {}

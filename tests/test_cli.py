@@ -206,3 +206,11 @@ def test_a_profile_shows_its_options(capfd: pytest.CaptureFixture[str]) -> None:
     shown = capfd.readouterr().out
     assert "--kv-long-share" in shown
     assert "--kv-rate" in shown
+
+
+def test_the_demo_offers_only_what_it_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    told = capsys.readouterr().out
+    assert "--reports" in told
+    assert "--name" not in told, "its session is always called demo"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_server import ScriptedServer
+
+from pytest_kvcache.experimenting import go_on
 
 GATES = """
 import os, signal
@@ -48,3 +52,18 @@ def test_a_session_that_was_broken_off_lists_what_it_did_not_judge(pytester: pyt
     assert result.ret == pytest.ExitCode.INTERRUPTED
     found = verdict(pytester)
     assert (found["verdict"], found["deselected"]) == ("INCONCLUSIVE", ["test_gates.py::test_second (not run)"])
+    result.stdout.fnmatch_lines(["not run, not judged: test_gates.py::test_second", "*The session was broken off before 1 of its tests was over*"])
+    result.stdout.no_fnmatch_line("*deselected, not judged*")
+
+
+def test_how_to_go_on_with_an_experiment_is_said_at_the_end(pytester: pytest.Pytester) -> None:
+    folder = Path("ré ports/s")
+    more = f"""
+    def test_noted(kv_session, kv_load):
+        assertions.assert_no_rejections(kv_load("normal", users=1, requests=5))
+        kv_session.notes.append({f"the experiment was broken off: {go_on(folder)}"!r})
+    """
+    pytester.makepyfile(test_gates=GATES + textwrap.dedent(more))
+    with ScriptedServer(metrics="vllm") as server:
+        result = pytester.runpytest_subprocess(f"--kv-endpoint={server.url}", "-k", "noted")
+    result.stdout.fnmatch_lines(["the experiment was broken off: --kv-resume='ré ports/s'"])

@@ -92,7 +92,7 @@ def _jitter(name: str, before: RunRecord, after: RunRecord) -> bool:
 def _stated_alike(name: str, before: RunRecord, after: RunRecord) -> bool:
     """Return whether both servers state a setting, and state it alike."""
     values: list[Value] = [r.config[name].to_value() if name in r.config else Missing("not read") for r in (before, after)]
-    return all(isinstance(value, Reading) for value in values) and len({str(v.value) for v in values if isinstance(v, Reading)}) == 1
+    return all(isinstance(value, Reading) for value in values) and len({v.value for v in values if isinstance(v, Reading)}) == 1
 
 
 def word_changes(before: Sequence[str], after: Sequence[str]) -> list[ConfigChange]:

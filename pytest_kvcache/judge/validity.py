@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pytest_kvcache import units
 from pytest_kvcache.analysis.soundness import Limits, Problem
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.quantities import QUANTITIES, Reading
@@ -29,9 +30,10 @@ def check_side(analyses: Sequence[Analysis]) -> list[Problem]:
         if quantity.kind != "config":
             continue
         values = [record.to_value() for analysis in analyses if (record := analysis.run.record.config.get(name)) is not None]
-        shown = list(dict.fromkeys(str(value.value) for value in values if isinstance(value, Reading)))
-        if len(shown) > 1 and not _per_launch(name, analyses):
-            found.append(_mixed(f"{quantity.title} {' and '.join(shown[:3])}"))
+        # By value and not by its text: a whole number is an int when it was just read, and a float when it comes from a stored Run.
+        told = {value.value: units.show(value.value, value.unit) for value in values if isinstance(value, Reading)}
+        if len(told) > 1 and not _per_launch(name, analyses):
+            found.append(_mixed(f"{quantity.title} {' and '.join(list(told.values())[:3])}"))
     return found
 
 

@@ -14,6 +14,7 @@ from pytest_kvcache.report.model import (
     gate_sentence,
     gate_title,
     in_order,
+    not_judged,
     show_bound,
     show_interval,
     show_record,
@@ -100,7 +101,8 @@ def _gates(view: SessionView) -> list[str]:
     ]
     aside = aside_by_reason(view.verdict.gates)
     lines += [f"- not applicable: {markdown(', '.join(titles), 600)} ({markdown(reason)})" for reason, titles in list(aside.items())[:40]]
-    lines += [f"- deselected, not judged: {code(name)}" for name in view.verdict.deselected[:40]]
+    left_out = [(how, name) for how, names in not_judged(view.verdict).items() for name in names]
+    lines += [f"- {how}, not judged: {code(name)}" for how, name in left_out[:40]]
     return lines if lines[-1] == "" else [*lines, ""]
 
 

@@ -21,6 +21,7 @@ from pytest_kvcache.runfolder import read_runs
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
 
+NOT_RUN = "not run"
 _WORST_FIRST = {"FAIL": 0, "INVALID": 1, "INCONCLUSIVE": 2, "PASS": 3}
 
 
@@ -143,6 +144,15 @@ def not_applicable(gates: Iterable[GateRecord]) -> list[GateRecord]:
     return [gate for gate in gates if not gate.applicable]
 
 
+def not_judged(verdict: VerdictRecord) -> dict[str, list[str]]:
+    """Return the tests that judged nothing by how they were left out: deselected, or not run to their end."""
+    found: dict[str, list[str]] = {}
+    for name in verdict.deselected:
+        bare = name.removesuffix(f" ({NOT_RUN})")
+        found.setdefault("deselected" if bare == name else NOT_RUN, []).append(bare)
+    return found
+
+
 def aside_by_reason(gates: Iterable[GateRecord]) -> dict[str, list[str]]:
     """Return the titles of the gates that do not apply, by the reason why."""
     reasons: dict[str, list[str]] = {}
@@ -152,7 +162,7 @@ def aside_by_reason(gates: Iterable[GateRecord]) -> dict[str, list[str]]:
 
 
 def _list(texts: Sequence[str], most: int = 3) -> str:
-    shown = "; ".join(clip(plain(text).rstrip(". "), 400) for text in texts[:most])
+    shown = "; ".join(clip(plain(text).rstrip(". "), 500) for text in texts[:most])
     more = len(texts) - most
     return f"{shown}; and {more} more" if more > 0 else shown
 
@@ -179,8 +189,12 @@ def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
         parts = []
         if unsure := by["INCONCLUSIVE"]:
             parts.append(f"{len(unsure)} of {count} could not tell: {_list([gate_text(gate) for gate in unsure])}")
-        if left_out := len(verdict.deselected):
-            parts.append(f"{left_out} gate{'s were' if left_out != 1 else ' was'} deselected, so the session was not judged in full")
+        for how, names in not_judged(verdict).items():
+            many = len(names) != 1
+            said = f"{len(names)} {'gates were' if many else 'gate was'} deselected"
+            if how == NOT_RUN:
+                said = f"the session was broken off before {len(names)} of its tests {'were' if many else 'was'} over"
+            parts.append(f"{said}, so the session was not judged in full")
         sentence = "; ".join(parts) or ("the evidence does not tell" if gates else "no gate was judged")
         return sentence[0].upper() + sentence[1:] + "."
     if verdict.verdict == "PASS":
@@ -208,6 +222,8 @@ def gate_text(gate: GateRecord) -> str:
     """Return the gate in one phrase with its lane, for a place where nothing else of it is shown; a usage ratio keeps what stands beside it."""
     if gate.before is not None and gate.after is not None:
         phrase = f"{gate_title(gate)}: {show_record(gate.before)} before, {show_record(gate.after)} after"
+        if gate.verdict == "INCONCLUSIVE" and gate.text:  # what is missing, and how much more would tell
+            phrase = f"{gate_title(gate)}: {gate_sentence(gate).removeprefix('cannot tell: ')}"
         return f"{phrase} ({plain(gate.beside)})" if is_usage(gate) and gate.beside else phrase
     text = plain(gate.text)
     if not text:

@@ -16,6 +16,7 @@ from pytest_kvcache.report.model import (
     beside,
     gate_title,
     in_order,
+    not_judged,
     show_bound,
     show_interval,
     show_record,
@@ -46,10 +47,10 @@ def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
     lines = [*_table(view, color, width)]
     for reason, titles in aside_by_reason(verdict.gates).items():
         lines += textwrap.wrap(clip(f"not applicable: {', '.join(titles)} ({reason})", 4 * width), width, subsequent_indent=" " * 4)
-    if verdict.deselected:
-        names = ", ".join(plain(name, 100) for name in verdict.deselected[:6])
-        more = f" and {len(verdict.deselected) - 6} more" if len(verdict.deselected) > 6 else ""
-        lines += textwrap.wrap(f"deselected, not judged: {names}{more}", width, subsequent_indent=" " * 4)
+    for how, left_out in not_judged(verdict).items():
+        names = ", ".join(plain(name, 100) for name in left_out[:6])
+        more = f" and {len(left_out) - 6} more" if len(left_out) > 6 else ""
+        lines += textwrap.wrap(f"{how}, not judged: {names}{more}", width, subsequent_indent=" " * 4)
     if lines:
         lines.append("")
     if verdict.config_diff:

@@ -15,6 +15,7 @@ from pytest_kvcache.judge.change import Margins, not_worse
 from pytest_kvcache.judge.compare import RESTARTS_NOT_COVERED, Comparison, compare, config_diff
 from pytest_kvcache.judge.gates import FAIL, INCONCLUSIVE, INVALID, PASS
 from pytest_kvcache.judge.quality import quality_not_worse
+from pytest_kvcache.judge.validity import check_side
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, ValueRecord
 from pytest_kvcache.runfolder import read_run
@@ -283,7 +284,17 @@ def test_windows_of_one_side_on_two_configurations_are_not_pooled(side: Make) ->
     mixed = [*side(2), *side(2, before=[snapshot(T0 - 1, max_num_seqs=4)], after=[snapshot(T0 + 5, max_num_seqs=4)])]
     comparison = compare(mixed, side(4))
     assert comparison.verdict == INVALID
-    assert "seats 8 and 4" in comparison.problems[0].text
+    assert "seats 8 requests and 4 requests" in comparison.problems[0].text
+
+
+def test_a_whole_number_is_the_same_fresh_and_from_a_stored_run(side: Make) -> None:
+    windows = side(4)
+    for number, window in enumerate(windows):
+        fresh = ValueRecord(1024, "tokens", "/props")
+        stored = msgspec.json.decode(msgspec.json.encode(fresh), type=ValueRecord)
+        window.run.record.config["max_model_len"] = stored if number < 2 else fresh
+    assert {type(window.run.record.config["max_model_len"].value) for window in windows} == {int, float}
+    assert not any(problem.rule == "mixed" for problem in check_side(windows))
 
 
 def test_a_profile_that_is_missing_after_the_change_does_not_pass(side: Make) -> None:

@@ -83,7 +83,7 @@ def test_a_usage_ratio_is_never_shown_alone(single: SessionView, single_page: st
 def test_gates_that_cannot_apply_and_gates_left_out_are_listed(single_page: str) -> None:
     text = Page(single_page).text
     assert "no swapping: vLLM V1 does not swap" in text
-    assert "Deselected, not judged suite/test_capacity.py::test_nothing" in text
+    assert "Deselected or not run, not judged suite/test_capacity.py::test_nothing" in text
 
 
 def test_before_after_interval_bound_and_method_stand_in_the_row(compared_page: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from made_sessions import Server, verdict_of
 
-from pytest_kvcache.records import GateRecord, VerdictRecord
-from pytest_kvcache.report.model import gate_title, in_order, is_usage, show_interval, show_number, why
+from pytest_kvcache.records import GateRecord, ValueRecord, VerdictRecord
+from pytest_kvcache.report.model import gate_text, gate_title, in_order, is_usage, show_interval, show_number, why
 
 
 def verdict(word: str, *gates: str, **more: object) -> VerdictRecord:
@@ -26,6 +26,10 @@ def verdict(word: str, *gates: str, **more: object) -> VerdictRecord:
         (verdict("FAIL", *["FAIL:x"] * 5), "5 of 5 gates failed: FAIL:x; FAIL:x; FAIL:x; and 2 more."),
         (verdict("INCONCLUSIVE", "INCONCLUSIVE:noisy", "PASS:a"), "1 of 2 gates could not tell: INCONCLUSIVE:noisy."),
         (verdict("INCONCLUSIVE", "PASS:a", deselected=["t"]), "1 gate was deselected, so the session was not judged in full."),
+        (
+            verdict("INCONCLUSIVE", "PASS:a", deselected=["t (not run)", "u (not run)"]),
+            "The session was broken off before 2 of its tests were over, so the session was not judged in full.",
+        ),
         (verdict("INCONCLUSIVE"), "No gate was judged."),
         (verdict("INVALID", "INVALID:late", "FAIL:x"), "The evidence is unsound: INVALID:late."),
         (
@@ -64,3 +68,12 @@ def test_a_lane_is_named_once_and_idle_usage_is_a_usage() -> None:
     assert gate_title(GateRecord("normal_usage", "usage.peak", "PASS", "", lane="normal")) == "normal usage"
     assert is_usage(GateRecord("g", "idle.usage", "PASS", "", "ratio"))
     assert not is_usage(GateRecord("g", "quality.pass_rate", "PASS", "", "ratio"))
+
+
+def test_a_comparison_that_cannot_tell_says_what_is_missing() -> None:
+    value = ValueRecord(0.5, "s", "x")
+    text = "cannot tell: 500 ms before, 500 ms after: 1 window before and 1 after; about 2 windows a side would decide it"
+    gate = GateRecord("ttft_not_worse", "ttft.p50", "INCONCLUSIVE", text, "s", "normal", before=value, after=value)
+    assert gate_text(gate) == f"ttft not worse [normal]: {text.removeprefix('cannot tell: ')}"
+    told = GateRecord("ttft_not_worse", "ttft.p50", "FAIL", text, "s", "normal", before=value, after=value)
+    assert gate_text(told) == "ttft not worse [normal]: 500 ms before, 500 ms after"
