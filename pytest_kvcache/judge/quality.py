@@ -197,16 +197,14 @@ def _paired(
 def agreement_gate(before: Sequence[Analysis], after: Sequence[Analysis]) -> GateRecord | None:
     """Judge how many greedy tokens a change moves beyond the server's own noise, as a warning: other tokens are no loss by themselves.
 
-    None where the two sides have no probe in common.
+    None where a side was asked no probe.
     """
     rows = [[row for analysis in side for row in analysis.run.agreement()] for side in (before, after)]
     across = agree([row for row in rows[0] if not row.repeat], [row for row in rows[1] if not row.repeat])
     floor = noise_floor(rows[0])
-    if across is None:
+    if not all(rows):
         return None
     name, quantity = "agreement", "agreement.equal"
-    own = noise_floor(rows[1])
-    text = describe(across, floor, own)
     fields: dict[str, Any] = {
         "bound": AGREEMENT_MARGIN,
         "bound_text": f"at most {units.show(AGREEMENT_MARGIN, 'ratio')} below the noise of the side before",
@@ -214,6 +212,11 @@ def agreement_gate(before: Sequence[Analysis], after: Sequence[Analysis]) -> Gat
         "unit": "ratio",
         "method": f"paired shares of equal tokens, non-inferiority by t, one-sided {_SURE}",
     }
+    if across is None:
+        error = next((row.error for side in rows for row in side if row.error), "the probes differ")
+        nothing = gate(name, quantity, INCONCLUSIVE, f"no probe was answered on both sides: {error}", [*before, *after], **fields)
+        return msgspec.structs.replace(nothing, level="warn")
+    text = describe(across, floor, noise_floor(rows[1]))
     shared = [item for item in across.shares if floor is not None and item in floor.shares]
     if floor is None or len(shared) < stats.FEWEST_WINDOWS:
         made = gate(name, quantity, INCONCLUSIVE, f"{text}; the noise of the side before is not known", [*before, *after], **fields)

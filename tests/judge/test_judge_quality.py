@@ -102,6 +102,11 @@ def test_greedy_agreement_is_held_against_the_noise_of_the_side_before(make: Mak
     within = agreement_gate([shaky], [moved])
     assert within is not None
     assert within.verdict == PASS, "no more than the server differs from itself"
+    gone = agreement_gate([exact], [make([], [AgreementRow("p0", expected_hash="h", error="HTTP 500: out of memory")])])
+    assert gone is not None
+    assert gone.verdict == INCONCLUSIVE
+    assert "out of memory" in gone.text
+    assert agreement_gate([exact], [make([])]) is None
     asked = rows(64, 300, 300)
     assert compare([make(asked, greedy(tokens))], [make(asked, greedy(noisy))], Settings()).verdict == PASS, "a warning decides nothing"
 
