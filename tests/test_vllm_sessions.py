@@ -29,10 +29,11 @@ def test_the_suite_judges_a_real_vllm(tmp_path: Path) -> None:
     assert verdict["engine"] == "vllm"
     assert verdict["engine_version"].startswith("0.")
     gates = {(gate["name"], gate.get("lane", "")): gate for gate in verdict["gates"]}
-    assert {gate["verdict"] for gate in verdict["gates"]} <= {"PASS", "INVALID"}, printed
+    assert {gate["verdict"] for gate in verdict["gates"]} <= {"PASS", "INVALID", "NOT_APPLICABLE"}, printed
     for name in (("near_max_served", "nearmax"), ("over_limit_refused", "overlimit"), ("quality", "quality")):
         assert gates[name]["verdict"] == "PASS", printed
-    assert all(gate.get("applicable", True) for gate in verdict["gates"]), "vLLM can preempt and can reject"
+    aside = {gate["name"] for gate in verdict["gates"] if not gate.get("applicable", True)}
+    assert aside == {"quality_pressed"}, "vLLM can preempt and can reject; no pressure on the items was asked for"
 
 
 def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> None:
