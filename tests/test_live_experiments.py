@@ -60,6 +60,7 @@ def test_an_experiment_that_was_killed_goes_on_from_its_finished_cells(tmp_path:
     result = _run(tmp_path, *words, "--resume", str(_session(tmp_path)))
     cells = _finished(tmp_path)
     assert cells[:2] == kept, "what was finished is not measured again"
+    assert "different servers" not in result.stdout, "figures of stored and of new windows are the same figures"
     assert [(cell["repeat"], cell["side"]) for cell in cells] == [(0, "before"), (0, "after"), (1, "after"), (1, "before")], result.stdout
     assert len(list((_session(tmp_path) / "unfinished").iterdir())) == 1, "the window that the kill cut off is no evidence"
     runs = [json.loads(path.read_text()) for path in _session(tmp_path).glob("runs/*/run.json")]

@@ -5,6 +5,7 @@ A Run with a Problem is INVALID evidence: no verdict rests on it, whichever way 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -225,7 +226,7 @@ def _telemetry(facts: Facts, limits: Limits) -> Iterator[Problem]:
     if facts.coverage < limits.coverage:
         yield Problem(
             "coverage",
-            f"telemetry covers {facts.coverage * 100:.0f} % of the load, and {limits.coverage * 100:.0f} % is needed{reason}",
+            f"telemetry covers {_short_of(facts.coverage, limits.coverage)} of the load, and {limits.coverage * 100:.0f} % is needed{reason}",
             "a longer --kv-scrape-timeout-s, a lower --kv-sample-hz, or a less busy machine for the client",
         )
     elif facts.longest_gap_s > limits.gap_s:
@@ -234,6 +235,12 @@ def _telemetry(facts: Facts, limits: Limits) -> Iterator[Problem]:
             f"telemetry has a gap of {units.show_seconds(facts.longest_gap_s)} inside the load{reason}: a peak may lie in it",
             "a longer --kv-scrape-timeout-s, or a less busy machine for the client",
         )
+
+
+def _short_of(share: float, needed: float) -> str:
+    """Return a share that is below what is needed, so that it also reads as below it."""
+    text = f"{share * 100:.0f} %"
+    return text if text != f"{needed * 100:.0f} %" else f"{math.floor(share * 1000) / 10:.1f} %"
 
 
 def _server(facts: Facts, limits: Limits) -> Iterator[Problem]:

@@ -181,7 +181,9 @@ def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
     aside = len(not_applicable(verdict.gates))
     if verdict.verdict == "INVALID":
         causes = list(dict.fromkeys(_cause(gate) for gate in by["INVALID"])) or list(verdict.problems)
-        return f"The evidence is unsound: {_list(causes)}." if causes else "The evidence is unsound."
+        mends = list(dict.fromkeys(mend for gate in by["INVALID"] if (mend := _mend(gate))))
+        mended = f" To mend it: {_list(mends)}." if mends else ""
+        return f"The evidence is unsound: {_list(causes)}.{mended}" if causes else "The evidence is unsound."
     if verdict.verdict == "FAIL" and by["FAIL"]:
         unsound = f"; {len(by['INVALID'])} more rest on unsound evidence" if by["INVALID"] else ""
         return f"{len(by['FAIL'])} of {count} failed: {_list([gate_text(gate) for gate in by['FAIL']])}{unsound}."
@@ -209,6 +211,11 @@ def _cause(gate: GateRecord) -> str:
     """Return what makes an INVALID gate so, without how to mend it and what was not judged: many gates share one cause."""
     text = plain(gate.text, 2000).partition("; to mend it: ")[0].partition(". Not judged: ")[0]
     return text.removeprefix("the evidence is unsound: ") or gate_title(gate)
+
+
+def _mend(gate: GateRecord) -> str:
+    """Return what would mend the evidence of an INVALID gate; nothing where the gate does not tell."""
+    return plain(gate.text, 2000).partition("; to mend it: ")[2].partition(". Not judged: ")[0]
 
 
 def gate_title(gate: GateRecord) -> str:

@@ -39,7 +39,7 @@ def verdict(word: str, *gates: str, **more: object) -> VerdictRecord:
                 "s",
                 gates=[GateRecord(f"g{i}", "q", "INVALID", f"the evidence is unsound: late; to mend it: x. Not judged: {i}") for i in range(3)],
             ),
-            "The evidence is unsound: late.",
+            "The evidence is unsound: late. To mend it: x.",
         ),
         (verdict("INVALID", problems=["clock stepped"]), "The evidence is unsound: clock stepped."),
     ],
