@@ -26,6 +26,7 @@ from pytest_kvcache.settings import Settings
 pytestmark = pytest.mark.vllm
 SEATS = 8
 BLOCK, POOL = 32, 70
+STALL_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,10 @@ def test_the_longest_pauses_are_those_of_the_requests_that_vllm_preempted(vllm: 
     seen = f"{times:.0f} preemptions of {count} requests; pauses in s: {[round(pause.length_s, 3) for pause in pauses]}"
     (tmp_path / "seen.txt").write_text(seen)
     assert times >= count > 0, seen
-    # who was preempted paused for as long as another took to finish; who was not, never for much longer than a step with a prefill
-    assert pauses[count - 1].length_s > 2 * pauses[count].length_s, seen
+    # who was preempted paused for as long as another took to finish; who was not, never for longer than a step with a prefill. A busy machine
+    # stalls the whole engine now and then: that is a pause of all answers at the same moment, and no preemption
+    alone = [one for one in pauses if sum(abs(other.at_s - one.at_s) < STALL_S for other in pauses) < SEATS / 2]
+    assert len(alone) >= count, seen
+    assert alone[:count] == pauses[:count], seen
+    assert all(one.length_s > 10 * one.pace_s for one in alone[:count]), seen
     assert all(row.completion_tokens == 240 for row in rows)
