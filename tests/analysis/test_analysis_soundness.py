@@ -179,5 +179,5 @@ def test_arrivals_that_wait_for_the_cap_are_named_as_that_and_not_as_a_late_clie
 
 
 def test_a_share_that_is_too_small_also_reads_so() -> None:
-    (problem,) = problems(Facts(coverage=0.7996), Limits(coverage=0.8))
+    (problem,) = problems(Facts(sent=10, coverage=0.7996), Limits(coverage=0.8))
     assert problem.text == "telemetry covers 79.9 % of the load, and 80 % is needed"
