@@ -350,9 +350,22 @@ def threshold(analyses: Sequence[Analysis], condition: Limit | Group, before: Se
     three = beside(decisive) if "usage" in condition.text else ""
     text = f"{outcome.text} ({three})" if three else outcome.text
     value = decisive.value(condition) if isinstance(condition, Limit) else None
-    return gate(
-        "threshold", quantity, verdict, text, analyses, decisive=decisive, value=value, bound=outcome.bound, bound_text=condition.text, beside=three
-    )
+    fields: dict[str, Any] = {
+        "bound": outcome.bound,
+        "bound_text": condition.text,
+        "beside": three,
+        "fails_despite": MISSED if _seen(condition) else (),
+    }
+    return gate("threshold", quantity, verdict, text, analyses, decisive=decisive, value=value, **fields)
+
+
+def _seen(condition: Limit | Group) -> bool:
+    """Return whether more evidence could only make a FAIL of the condition worse: peaks and counts that may not be higher, least values not lower."""
+    if not isinstance(condition, Limit) or condition.relative:
+        return False
+    if condition.op in {"<", "<="} or (condition.op == "==" and condition.bound == 0):
+        return condition.name.endswith(".peak") or condition.name in {"rejections", "preemptions"}
+    return condition.op in {">", ">="} and condition.name.endswith(".min")
 
 
 def _mean(analyses: Sequence[Analysis], limit: Limit) -> Value:

@@ -10,6 +10,7 @@ import pytest
 from made_run import T0, MadeRun, closed_loop, refused, sample, snapshot
 
 from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.conditions import parse
 from pytest_kvcache.judge import gates
 from pytest_kvcache.judge.compare import compare
 from pytest_kvcache.judge.gates import FAIL, INVALID
@@ -26,6 +27,19 @@ def test_what_was_seen_fails_however_much_was_missed(tmp_path: Path, name: str) 
     assert gates.no_preemptions(seen).verdict == FAIL
     assert gates.peak_usage(seen, 0.01).verdict == FAIL
     assert gates.free_space(seen, 126).verdict == FAIL
+
+
+@pytest.mark.parametrize("name", THIN)
+@pytest.mark.parametrize(
+    ("condition", "verdict"),
+    [
+        ("usage.peak < 0.01", FAIL), ("free_blocks.min >= 126", FAIL), ("rejections == 0", FAIL), ("preemptions <= 2", FAIL),
+        ("usage.peak < 0.99", INVALID), ("usage.peak > 0.99", INVALID), ("ttft.p95 < 1ms", INVALID),
+    ],
+)  # fmt: skip
+def test_a_threshold_of_ones_own_fails_on_what_was_seen_as_well(tmp_path: Path, name: str, condition: str, verdict: str) -> None:
+    made = dataclasses.replace(THIN[name], rows=[*closed_loop(), refused(99, 1.0, "queue_full")], after=[snapshot(T0 + 5, preemptions=3)])
+    assert gates.threshold([analyse(made.write(tmp_path / "1-normal"))], parse(condition)).verdict == verdict
 
 
 @pytest.mark.parametrize("name", THIN)
