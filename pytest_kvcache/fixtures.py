@@ -14,6 +14,7 @@ import pytest
 
 from pytest_kvcache.errors import CannotWrite, GateFailed, UsageError
 from pytest_kvcache.marks import SETTINGS, limits_of, marked, planned_load
+from pytest_kvcache.options import one_line
 from pytest_kvcache.settings import Settings
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class State:
         for facts in reversed(config.hook.pytest_kvcache_provenance(config=config)):
             provenance.update({str(key): str(value) for key, value in (facts or {}).items()})
         lease = functools.partial(_lease, settings) if worker is not None else contextlib.nullcontext
-        session = Session(settings, folder=Path(folder) if folder else None, extra_dialects=dialects, provenance=provenance, lease=lease)
+        say = self._say if settings.before else None  # minutes pass before its first test has ended
+        session = Session(settings, folder=Path(folder) if folder else None, extra_dialects=dialects, provenance=provenance, lease=lease, say=say)
         session.deselected = self.deselected
         session.repeat = [shown_argv("pytest", [str(word) for word in config.invocation_params.args])]
         session.on_run.append(lambda run: config.hook.pytest_kvcache_run_finished(config=config, run=run))
@@ -88,6 +90,16 @@ class State:
         session.plan_quality = any("kv_quality" in getattr(item, "fixturenames", ()) for item in self._items)
         self.session = session
         return session
+
+    def _say(self, text: str) -> None:
+        """Print a line of progress beside pytest's own, whatever pytest captures."""
+        manager = self.config.pluginmanager
+        reporter, capture = manager.get_plugin("terminalreporter"), manager.get_plugin("capturemanager")
+        if reporter is None or reporter.verbosity < 0:
+            return
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            reporter.ensure_newline()
+            reporter.write_line(f"kvcache: {one_line(text)}")
 
     def judge_marks(self, item: pytest.Item) -> str:
         """Judge the limits of a test's ``kv_profile`` marks on what was measured of those loads; return what failed, empty where all held."""

@@ -65,6 +65,7 @@ def show(value: float | str | bool, unit: str) -> str:
         return str(value)
     if not math.isfinite(value):
         return str(value)
+    value += 0.0  # a zero below zero is a zero
     if unit == "ratio":
         # a small share is not none: 0.0001 is 0.01 %
         return f"{value * 100:.1f} %" if value == 0 or abs(value) >= 0.0005 else f"{value * 100:.2g} %"
@@ -73,4 +74,4 @@ def show(value: float | str | bool, unit: str) -> str:
     if unit == "s":
         return show_seconds(value)
     number = f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
-    return f"{number} {unit}".strip()
+    return f"{number} {unit.removesuffix('s') if number == '1' and unit.isalpha() else unit}".strip()

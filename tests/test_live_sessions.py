@@ -166,6 +166,7 @@ def test_under_xdist_a_lease_lets_one_worker_at_a_time_measure_and_one_report_te
 def test_the_comparison_alone_measures_what_it_needs(tmp_path: Path) -> None:
     result = _run(tmp_path, "--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2", "-k", "nothing_worse")
     assert "Traceback" not in result.stdout
+    assert "kvcache: cell 1 of" in result.stdout, "minutes pass before the first test has ended"
     gates = {(gate["name"], gate.get("lane", "")): gate["verdict"] for gate in _verdict(tmp_path)["gates"]}
     assert "FAIL" in {verdict for (name, _), verdict in gates.items() if name == "quality_not_worse"}, result.stdout
     assert ("usage_not_worse", "longctx") in gates

@@ -81,7 +81,7 @@ def test_the_limit_of_a_pool_is_found_and_is_what_arithmetic_says(tmp_path: Path
     (gate,) = session.gates
     assert gate.value is not None
     assert (gate.verdict, gate.value.value, gate.low, gate.high) == ("PASS", 12.0, 12.0, 13.0)
-    assert "preemptions is 1 events, stops at > 0" in gate.text
+    assert "preemptions is 1 event, stops at > 0" in gate.text
     assert gate.bound_text == f"until {UNTIL}"
     session.finish()
     page = (session.folder / "report.html").read_text()

@@ -286,7 +286,7 @@ def _room(seen: Seen) -> dict[str, Value]:
     size = seen.values.get("block_size")
     block = block or (int(size.number()) if isinstance(size, Reading) else None if seen.levels.counts == "blocks" else 1)
     top = int(np.nanargmax(used)) if np.isfinite(used).any() else -1
-    known = top >= 0 and block and np.isfinite(running[top]) and running[top] > 0
+    known = top >= 0 and block and np.isfinite(running[top]) and running[top] >= 0.5  # less than half a request is no request
     found["slots.per_request"] = (
         Reading(float(used[top] / running[top]) * (block or 1), "tokens", "slots held over requests running, at the highest level")
         if known

@@ -194,7 +194,7 @@ def test_unsound_evidence_is_invalid_and_says_how_to_mend_it(made: Any) -> None:
     ("after", "verdict", "says"),
     [
         (snapshot(T0 + 5), PASS, "nothing ran or waited"),
-        (snapshot(T0 + 5, running=1), FAIL, "running 1 requests"),
+        (snapshot(T0 + 5, running=1), FAIL, "running 1 request"),
         (snapshot(T0 + 5, waiting=2), FAIL, "waiting 2 requests"),
         (snapshot(T0 + 5, used_blocks=3), FAIL, "used blocks 3 blocks"),
         (snapshot(T0 + 5, missing=["running"]), INCONCLUSIVE, "running is not told"),
