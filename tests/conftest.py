@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import hypothesis
 import pytest
 from loopback_tls import Tls, make_tls
 
 from pytest_kvcache.server import redaction
+
+# The same examples at every run, so that no test fails by chance; HYPOTHESIS_PROFILE=default looks for others.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")

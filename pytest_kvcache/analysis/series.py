@@ -65,6 +65,9 @@ class Series:
         return found if found is not None else np.full(len(self.wall_s), np.nan)
 
 
+_LEAST = 1e-12
+
+
 def read_series(rows: Iterable[TelemetryRow], endpoints: int) -> list[Series]:
     """Return one Series per endpoint, with the gauges of its engine ranks. Raises CannotJudge for a row of no server."""
     import numpy as np
@@ -91,11 +94,20 @@ def read_series(rows: Iterable[TelemetryRow], endpoints: int) -> list[Series]:
     for index, mine in enumerate(samples):
         mine.sort(key=lambda row: row.wall_s)
         wall = np.array([row.wall_s for row in mine], dtype=np.float64)
-        columns = {name: np.array([row.values.get(name, np.nan) for row in mine], dtype=np.float64) for name in _WATCHED}
+        columns = {name: _column(row.values.get(name, np.nan) for row in mine) for name in _WATCHED}
         columns = {name: column for name, column in columns.items() if np.isfinite(column).any()}
         read_s = np.array([row.read_s for row in mine], dtype=np.float64)
         found.append(Series(wall, columns, failed[index], errors[index], _ranks(mine), read_s, _cards(mine)))
     return found
+
+
+def _column(values: Iterable[float]) -> Floats:
+    """Return the values of a gauge; what is closer to zero than any share, block or request is zero, since nothing can be divided by it."""
+    import numpy as np
+
+    column = np.fromiter(values, dtype=np.float64)
+    column[np.abs(column) < _LEAST] = 0.0
+    return column
 
 
 def _ranks(rows: Sequence[TelemetryRow]) -> dict[str, Series]:
@@ -112,7 +124,7 @@ def _ranks(rows: Sequence[TelemetryRow]) -> dict[str, Series]:
             columns = values.setdefault(rank, {name: [] for name in GAUGES})
             for name in GAUGES:
                 columns[name].append(told.get(name, np.nan))
-    return {rank: Series(np.array(wall), {name: np.array(column) for name, column in values[rank].items()}) for rank, wall in walls.items()}
+    return {rank: Series(np.array(wall), {name: _column(column) for name, column in values[rank].items()}) for rank, wall in walls.items()}
 
 
 def _cards(rows: Sequence[TelemetryRow]) -> list[Card]:
