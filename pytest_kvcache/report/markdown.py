@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import answers, sections
+from pytest_kvcache.report import answers, diagnosed, sections
 from pytest_kvcache.report.escape import code, markdown
 from pytest_kvcache.report.model import (
     SessionView,
@@ -31,7 +31,7 @@ _MOST_LENGTHS = 12
 
 
 def summary(view: SessionView) -> str:
-    """Return the session as Markdown: verdict and reason, configuration diff, gates, numbers together, rejections, quality, how to repeat it."""
+    """Return the session as Markdown: verdict and reason, configuration diff, gates, findings, numbers together, rejections, quality, how to repeat it."""
     verdict = view.verdict
     badge = " · **EMBEDDED** engine, not a server of yours" if verdict.embedded else ""
     lines = [
@@ -51,6 +51,7 @@ def summary(view: SessionView) -> str:
         rows = [[code(c.name, 60), code(c.before, 100) or "(none)", code(c.after, 100) or "(none)"] for c in verdict.config_diff[:MAX_GATES]]
         lines += ["### What changed in the configuration", "", _table(["name", "before", "after"], rows, 3), ""]
     lines += _gates(view)
+    lines += _findings(view)
     for title, table in (
         ("Usage, free space and running requests together", sections.three_numbers(view)),
         ("Requests and rejections", sections.rejections(view)),
@@ -120,6 +121,23 @@ def _row(view: SessionView, gate: GateRecord, compared: bool) -> list[str]:
     interval = markdown(show_interval(gate))
     change = f"{value} ({interval})" if value and interval else value or interval
     return [word, title, markdown(show_record(gate.before), 60), markdown(show_record(gate.after), 60), change, bound]
+
+
+def _findings(view: SessionView) -> list[str]:
+    """Return whether the percentage is real: the three numbers, what was found with what to do, and the three reconciliations."""
+    found = diagnosed.section(view)
+    if not found.shows:
+        return []
+    lines = ["### Is the percentage real?", "", markdown(found.numbers, 700), ""]
+    lines += [
+        f"- **{markdown(item.title)}** ({markdown(item.severity)}): {markdown(item.text)} Do: {markdown('; '.join(item.do))}"
+        for item in found.findings
+    ]
+    lines += [] if found.findings else ["- No rule found a cause for concern."]
+    for one in found.reconciliations:
+        told = "; ".join(one.lines) or "not known"
+        lines.append(f"- {markdown(one.name)}: {markdown(told, 900)}" + (f" (not told: {markdown(one.lacking)})" if one.lacking else ""))
+    return [*lines, ""]
 
 
 def _quality(view: SessionView) -> list[str]:

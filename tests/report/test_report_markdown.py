@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
+from made_run import MadeRun, closed_loop
 from made_sessions import ratio
 
-from pytest_kvcache.records import GateRecord
+from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.records import GateRecord, VerdictRecord
 from pytest_kvcache.report.markdown import summary
 from pytest_kvcache.report.model import SessionView
 
@@ -78,3 +81,13 @@ def test_outside_text_is_never_markup(single: SessionView) -> None:
         assert len({columns(line) for line in table}) == 1, table
     assert next(line for line in text.splitlines() if re.match(r"#+ ", line)).startswith("## ❌ FAIL")
     assert "\n# heading" not in text
+
+
+def test_the_summary_says_whether_the_percentage_is_real(tmp_path: Path) -> None:
+    rows = closed_loop(users=6, prompt=20, output=4)
+    analysis = analyse(MadeRun(rows=rows).write(tmp_path / "runs" / "1-normal"))
+    view = SessionView(tmp_path, VerdictRecord(1, "PASS", "s"), (), (analysis,))
+    text = summary(view)
+    assert "### Is the percentage real?" in text
+    assert text.count("\n- ") >= 4, "findings, or that there is none, and the three reconciliations"
+    assert "pool 127 blocks" in text
