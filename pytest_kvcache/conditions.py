@@ -224,6 +224,9 @@ class _Parser:
         if not suffix and self.tokens[self.at][0] == "name" and self.tokens[self.at][1] not in {"and", "or"}:
             suffix, _ = self.take("name", "a unit")
         value = float(text.replace("_", ""))
+        if not math.isfinite(value):
+            self.at -= 2 if suffix else 1
+            self.fail(f"{text!r} is too large a number", hint="nothing is ever above it, so it bounds nothing")
         if not suffix or suffix == unit:
             return value
         if suffix == "%" and unit in {"ratio", "factor"}:

@@ -69,6 +69,8 @@ def test_and_binds_closer_than_or() -> None:
         ("ttft.p50{class=timeout} < 1", "has no label 'class'"),
         ("usage.peak", "one of < <="),
         ("usage.peak <", "a number is expected"),
+        ("usage.peak < 1e999", "'1e999' is too large a number"),
+        ("pool_bytes < 1e999 GiB", "'1e999' is too large a number"),
         ("usage.peak = 1", "one of < <="),
         ("(usage.peak < 1", "')' is expected"),
         ("usage.peak < 1)", "'and', 'or' or the end"),

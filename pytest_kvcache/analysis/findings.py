@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
+from pytest_kvcache.analysis.own_words import in_own_words
 from pytest_kvcache.analysis.three import beside
 from pytest_kvcache.conditions import INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Group, Limit, Lookup, evaluate, parse
 from pytest_kvcache.errors import UsageError
@@ -226,12 +227,19 @@ def find(analysis: Analysis, rules: Sequence[Rule] | None = None, baseline: Anal
     for rule in shipped_rules() if rules is None else rules:
         verdict, text = _holds(rule, lookup, before)
         if verdict == PASS:
-            finding = _finding(rule, lookup, before, text, where, analysis.run.record.profile)
+            named = _named(rule, analysis.run.record.engine)
+            finding = _finding(named, lookup, before, text, where, analysis.run.record.profile)
             found.append(replace(finding, beside=beside(analysis)) if "{usage." in rule.say else finding)
         elif verdict == INCONCLUSIVE:
             unseen.append(Unseen(rule.id, rule.title, _missing(rule, lookup, before), where))
     found.sort(key=_order)
     return Findings(tuple(found), tuple(unseen))
+
+
+def _named(rule: Rule, engine: str) -> Rule:
+    """Return the rule with the options in what to do as the engine calls them."""
+    do = tuple(in_own_words(text, engine) for text in rule.do)
+    return replace(rule, do=do, avoid=in_own_words(rule.avoid, engine), cause=in_own_words(rule.cause, engine))
 
 
 def find_in(analyses: Sequence[Analysis], rules: Sequence[Rule] | None = None, baselines: Sequence[Analysis] = ()) -> Findings:

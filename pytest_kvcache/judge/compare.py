@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -82,10 +83,24 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     only_after = [_title(key) for key in sides[1] if key not in sides[0]]
     if only_after:
         notes.append(f"measured only after the change, and so not compared: {', '.join(only_after)}")
+    if same := _same(before, after):
+        notes.append(f"the same measurement stands on both sides ({same}): this is no comparison of two servers, and says nothing about a change")
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable and gate.level != "warn")
     return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *limits], problems, spoilt)
+
+
+def _same(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:
+    """Return the Runs that stand on both sides, as where a session is compared with itself or with its copy; empty where none does."""
+
+    def known(analyses: Sequence[Analysis]) -> dict[tuple[object, ...], str]:
+        records = [analysis.run.record for analysis in analyses]
+        return {(r.id, r.workload, r.window, r.load_started_wall_s, r.load_ended_wall_s): r.id for r in records if r.load_started_wall_s}
+
+    left, right = known(before), known(after)
+    both = [name for key, name in left.items() if key in right]
+    return ", ".join(both[:3]) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
 
 
 def compare_quality(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
@@ -168,8 +183,8 @@ def _lacking(analyses: Sequence[Analysis], side: str) -> str:
     """Return which of the planned windows of a side are not there; empty where all are."""
     planned = max(analysis.run.record.planned_windows for analysis in analyses)
     there = {analysis.run.record.window for analysis in analyses}
-    gone = [str(number + 1) for number in range(planned) if number not in there]
-    return f"{side} the change {'windows' if len(gone) > 1 else 'window'} {', '.join(gone[:5])} of {planned} missing" if gone else ""
+    gone = [str(number + 1) for number in islice((n for n in range(planned) if n not in there), 5)]  # a damaged record may plan any number
+    return f"{side} the change {'windows' if len(gone) > 1 else 'window'} {', '.join(gone)} of {planned} missing" if gone else ""
 
 
 def _not_whole(gate: GateRecord, lacking: str) -> GateRecord:

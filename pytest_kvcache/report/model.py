@@ -185,7 +185,10 @@ def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
         mended = f" To mend it: {_list(mends)}." if mends else ""
         return f"The evidence is unsound: {_list(causes)}.{mended}" if causes else "The evidence is unsound."
     if verdict.verdict == "FAIL" and by["FAIL"]:
-        unsound = f"; {len(by['INVALID'])} more rest on unsound evidence" if by["INVALID"] else ""
+        unsound = ""
+        if spoilt := by["INVALID"]:
+            causes = list(dict.fromkeys(_cause(gate) for gate in spoilt))
+            unsound = f"; {len(spoilt)} more rest{'s' if len(spoilt) == 1 else ''} on unsound evidence: {_list(causes, 1)}"
         return f"{len(by['FAIL'])} of {count} failed: {_list([gate_text(gate) for gate in by['FAIL']])}{unsound}."
     if verdict.verdict == "INCONCLUSIVE":
         parts = []
@@ -197,7 +200,7 @@ def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
             if how == NOT_RUN:
                 said = f"the session was broken off before {len(names)} of its tests {'were' if many else 'was'} over"
             parts.append(f"{said}, so the session was not judged in full")
-        sentence = "; ".join(parts) or ("the evidence does not tell" if gates else "no gate was judged")
+        sentence = "; ".join(parts) or _nothing_decided(gates)
         return sentence[0].upper() + sentence[1:] + "."
     if verdict.verdict == "PASS":
         rest = f"; {aside} {'do' if aside != 1 else 'does'} not apply to this engine" if aside else ""
@@ -205,6 +208,12 @@ def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
             return f"{len(gates) - len(others)} of {count} passed, and the session's policy lets the others pass: {_list([gate_text(g) for g in others])}{rest}."
         return f"All {count} passed{rest}." if len(gates) != 1 else f"The one gate passed{rest}."
     return f"{count} judged."
+
+
+def _nothing_decided(gates: Sequence[GateRecord]) -> str:
+    if gates and all(gate.level == "warn" for gate in gates):
+        return "every gate only warns, so nothing was judged that could fail"
+    return "the evidence does not tell" if gates else "no gate was judged"
 
 
 def _cause(gate: GateRecord) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytest_kvcache.analysis.findings import SEVERITIES, Rule, shipped_rules
+from pytest_kvcache.analysis.own_words import in_own_words
 
 _HEAD = """# Troubleshooting
 
@@ -34,7 +35,7 @@ def page(rules: Sequence[Rule] | None = None) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return in_own_words(text).replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

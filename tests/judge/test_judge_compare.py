@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,9 @@ def test_a_missing_repeat_cannot_pass(side: Make) -> None:
     assert comparison.verdict == gate.verdict == INCONCLUSIVE
     assert "after the change window 5 of 5 missing, so it cannot pass" in gate.text
     assert compare(side(5, **planned), side(4, length_s=1.0, **planned)).verdict == FAIL
+    absurd = {"record": {"planned_windows": 10**12}}
+    (gate,) = [gate for gate in compare(side(2, **absurd), side(2, **absurd)).gates if gate.quantity == "throughput"]
+    assert "windows 3, 4, 5, 6, 7 of 1000000000000 missing" in gate.text, "a damaged record takes neither the memory nor the afternoon"
 
 
 def test_lengths_that_were_planned_decide_and_not_the_longest_context(side: Make) -> None:
@@ -397,3 +401,16 @@ def test_gates_are_records_that_can_be_written(side: Make) -> None:
     again = msgspec.json.decode(msgspec.json.encode(comparison.gates), type=list[GateRecord])
     assert again == comparison.gates
     assert isinstance(again[0].before, ValueRecord)
+
+
+def test_a_session_against_its_own_copy_says_that_it_is_no_comparison(tmp_path: Path) -> None:
+    stored = [MadeRun(record={"window": n, "load_started_wall_s": T0 + n}).write(tmp_path / "runs" / f"{n + 1}-normal") for n in range(5)]
+    shutil.copytree(tmp_path / "runs", tmp_path / "moved")
+    copies = [analyse(read_run(tmp_path / "moved" / run.folder.name)) for run in stored]
+    other = [
+        analyse(MadeRun(record={"window": n, "load_started_wall_s": T0 + 9 + n}).write(tmp_path / "other" / f"{n + 1}-normal")) for n in range(5)
+    ]
+    originals = [analyse(run) for run in stored]
+    (note,) = [note for note in compare(originals, copies).notes if "the same measurement" in note]
+    assert "1-normal, 2-normal, 3-normal and 2 more" in note
+    assert not [note for note in compare(originals, other).notes if "the same measurement" in note]

@@ -31,6 +31,15 @@ def verdict(word: str, *gates: str, **more: object) -> VerdictRecord:
             "The session was broken off before 2 of its tests were over, so the session was not judged in full.",
         ),
         (verdict("INCONCLUSIVE"), "No gate was judged."),
+        (
+            VerdictRecord(1, "INCONCLUSIVE", "s", gates=[GateRecord("g", "q", "PASS", "t", level="warn")]),
+            "Every gate only warns, so nothing was judged that could fail.",
+        ),
+        (verdict("FAIL", "FAIL:x", "INVALID:late"), "1 of 2 gates failed: FAIL:x; 1 more rests on unsound evidence: INVALID:late."),
+        (
+            verdict("FAIL", "FAIL:x", *["INVALID:late; to mend it: y. Not judged: z"] * 2, "INVALID:gone"),
+            "1 of 4 gates failed: FAIL:x; 3 more rest on unsound evidence: INVALID:late; and 1 more.",
+        ),
         (verdict("INVALID", "INVALID:late", "FAIL:x"), "The evidence is unsound: INVALID:late."),
         (
             VerdictRecord(
