@@ -15,6 +15,7 @@ from typing import Any
 from pytest_kvcache import units
 from pytest_kvcache.capacity.layers import Architecture
 from pytest_kvcache.capacity.sizing import Answer, Question, answer
+from pytest_kvcache.capacity.swap import swap_fact
 from pytest_kvcache.capacity.told import GIB, Span, Told
 from pytest_kvcache.errors import KvError
 
@@ -233,6 +234,8 @@ def _facts(question: Question, said: Told) -> Iterator[str]:
         yield f"num_gpu_blocks_override: the pool of {override:,} blocks is artificial, and the memory stated beside it is not its size"
     if question.shape.engine == "vllm" and said.blocks is not None and not said.old:
         yield f"null block: {said.blocks.middle:,.0f} blocks are counted, and requests can hold {said.blocks.middle - 1:,.0f}"
+    if said.swap_blocks and found.layout.bytes_per_block:
+        yield swap_fact(said.swap_blocks, found.layout.bytes_per_block)
     length, size = found.max_model_len, found.layout.block_size
     if found.layout.unit == "blocks" and size and length % size and len(found.layout.groups) == 1:
         yield f"rounding: {length:,} tokens are no multiple of the block of {size}: a request takes {found.blocks(length):,} blocks"

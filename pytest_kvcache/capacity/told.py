@@ -22,6 +22,7 @@ _NEEDED = re.compile(
     r" \(([0-9]{1,9}(?:\.[0-9]{1,9})?) GiB\)(?:[^\n]{0,80}?estimated maximum model length is ([0-9]{1,12}))?"
 )
 _STORED = re.compile(r"max seq len \(([0-9]{1,12})\) is larger than the maximum number of tokens that can be stored in KV cache \(([0-9]{1,12})\)")
+_SWAP = re.compile(r"\bblocks: [0-9]{1,18}, # CPU blocks: ([0-9]{1,12})\b")
 _MODEL = re.compile(r"(?:\bmodel=|\bmodel_path=)['\"]([^'\"\n]{1,300})['\"]")
 ENGINE_OF = {
     "vllm": "vllm", "ray_vllm": "vllm", "llm_d_sim": "vllm", "nim": "vllm", "dynamo": "vllm", "sglang": "sglang", "llamacpp": "llamacpp",
@@ -52,7 +53,7 @@ class Told:
 
     ``kv_bytes`` is one worker's pool. ``needed`` and ``estimate`` are of a start that failed: the memory that one request of ``max_model_len`` needs, and
     the longest length that the engine offers instead. ``parts`` is the memory of a card as its log adds it up, in GiB. ``model`` is the name that its log
-    gives the model.
+    gives the model. ``swap_blocks`` are those that V0 keeps in host memory.
     """
 
     engine: str = ""
@@ -68,6 +69,7 @@ class Told:
     parts: dict[str, float] = field(default_factory=dict)
     model: str = ""
     old: bool = False
+    swap_blocks: int | None = None
     cpu: bool = False
 
 
@@ -124,6 +126,7 @@ def told(found: Inspection, log: str = "") -> Told:
         parts=memory_parts(log) if log else {},
         model=clean(match.group(1), 100) if (match := _MODEL.search(log)) else "",
         old=_is_old(found, log),
+        swap_blocks=int(host[-1]) or None if (host := _SWAP.findall(log)) else None,
         cpu="CPU KV cache size" in source or "GiB for KV cache on node" in source,
     )
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 
+from pytest_kvcache import units
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import RunRecord
 
 _SAME = 0.02
+_GIB = 1 << 30
+_BLOCK = 128
 _EXACT = 0.005
 _MOST_RANKS = 64
 _NARROW = ("fp8", "int8", "q8_0", "e4m3", "e5m2")
@@ -31,7 +34,45 @@ def notes(before: RunRecord, after: RunRecord) -> list[str]:
         if before.engine_version != after.engine_version:
             less += " with another build: the smaller figure may be the right one, if the old pool went over its budget; the card's ledger tells"
         found.append(less)
-    return found
+    return found + _line(before, after)
+
+
+def _line(before: RunRecord, after: RunRecord) -> list[str]:
+    """Return the fixed part and the rate of a request's cost, where two max lengths of one build, type and parallelism tell two points of a line.
+
+    A request of max length costs pool / concurrency; with state or window layers that is no multiple of its length.
+    """
+    if before.engine_version != after.engine_version or any(_text(name, before) != _text(name, after) for name in ("kv_dtype", "block_size")):
+        return []
+    points = []
+    for record in (before, after):
+        length, requests, pool = (_number(name, record) for name in ("max_model_len", "max_concurrency", "pool_bytes"))
+        if not length or not requests or not pool or "num_gpu_blocks_override" in record.config:
+            return []
+        # two printed decimals of each figure, and a last block that is not full
+        doubt = 0.005 / requests + 0.005 * _GIB / pool + (_number("block_size", record) or _BLOCK) / length
+        points.append((length, pool / requests, doubt * pool / requests))
+    (first, cost, doubt), (second, later, more) = points
+    if _alike(second / first):
+        return []
+    rate = (later - cost) / (second - first)
+    fixed = cost - rate * first
+    error = (doubt * second + more * first) / abs(second - first)
+    lengths = (
+        f"a request of {first:,.0f} tokens takes {units.show_bytes(cost)} (pool / concurrency) and one of {second:,.0f} {units.show_bytes(later)}"
+    )
+    if rate <= 0 or fixed < -error:
+        return [f"{lengths}: no fixed part and rate explain both, so memory, parallelism or the way of counting changed too"]
+    if fixed <= error:
+        return []
+    return [f"{lengths}: about {units.show_bytes(fixed)} for each request and {rate:,.0f} B a token; memory / tokens of one of them is no rate"]
+
+
+def _number(name: str, record: RunRecord) -> float | None:
+    """Return a positive number that a server states; None where it does not."""
+    value = record.config[name].to_value() if name in record.config else None
+    number = value.number() if isinstance(value, Reading) and not isinstance(value.value, str) else 0.0
+    return number if 0 < number < math.inf else None
 
 
 def _tokens(tokens: float, blocks: float | None, size: float | None, before: RunRecord, after: RunRecord) -> list[str]:
@@ -62,9 +103,8 @@ def _alike(ratio: float) -> bool:
 
 def _ratio(name: str, before: RunRecord, after: RunRecord) -> float | None:
     """Return after over before of a size that both servers state; None where one does not."""
-    values = [record.config[name].to_value() if name in record.config else None for record in (before, after)]
-    numbers = [value.number() for value in values if isinstance(value, Reading) and not isinstance(value.value, str)]
-    return numbers[1] / numbers[0] if len(numbers) == 2 and numbers[0] > 0 and numbers[1] > 0 else None
+    first, second = _number(name, before), _number(name, after)
+    return second / first if first and second else None
 
 
 def _text(name: str, record: RunRecord) -> str:

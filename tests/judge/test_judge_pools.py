@@ -58,3 +58,28 @@ def test_blocks_of_another_size_are_no_relabelling_and_equal_pools_say_nothing()
     assert notes(stated(), stated(pool_tokens=5)) == []
     assert notes(stated(pool_tokens=4096, pool_bytes=4 << 20), stated("2", pool_tokens=8192, pool_bytes=8 << 20)) == [], "twice the memory"
     assert notes(stated(pool_tokens=4096), stated(pool_tokens=8192)) == [], "a pool that was set to twice its size"
+
+
+def test_two_max_lengths_tell_the_fixed_part_and_the_rate_of_a_request() -> None:
+    # A20: DeepSeek-V4-Flash, 24.5 GiB: 398K tokens at 50K, 2.45M at 500K
+    memory = 24.5 * 2**30
+    short = stated(pool_bytes=memory, pool_tokens=398_000, max_model_len=50_000, max_concurrency=7.96)
+    long = stated(pool_bytes=memory, pool_tokens=2_450_000, max_model_len=500_000, max_concurrency=4.9)
+    for pair in ((short, long), (long, short)):
+        (note,) = [note for note in notes(*pair) if "B a token" in note]
+        assert "about 2.86 GiB for each request and 4,586 B a token" in note
+    # A19: 7.71 at 65,536 and 2.82 at 131,072 of one memory: no fixed part explains it
+    first, second = (stated(pool_bytes=memory, max_model_len=length, max_concurrency=share) for length, share in ((65_536, 7.71), (131_072, 2.82)))
+    assert any("no fixed part and rate explain both" in note for note in notes(first, second))
+
+
+def test_a_plain_model_has_no_fixed_part_however_its_figures_are_rounded() -> None:
+    for length in (8192, 20_000, 40_000, 41_000, 131_072):
+        for other in (1000, 8192, 21_000, 39_999, 65_536):
+            sides = []
+            for each in (length, other):
+                blocks = 14.63 * 2**30 / 2**21 // 1
+                sides.append(stated(pool_bytes=14.63 * 2**30, max_model_len=each, max_concurrency=round(blocks / -(-each // 16), 2), block_size=16))
+            assert notes(*sides) == []
+    changed = stated(pool_bytes=24.5 * 2**30, max_model_len=50_000, max_concurrency=7.96, kv_dtype="fp8")
+    assert not any("a token" in note for note in notes(changed, stated(pool_bytes=24.5 * 2**30, max_model_len=500_000, max_concurrency=4.9)))

@@ -191,7 +191,12 @@ def test_memory_lines_are_added_up() -> None:
     notes = " ".join(memory_notes(b05))
     assert "2.28 GiB over it" in notes
     assert "13.68 GiB" in notes
+    assert "do not copy" not in notes
     assert "do not copy" in " ".join(memory_notes(b05.replace("=14689787392", "=-77"))), "F08: a suggestion below zero"
+    twice = 14_689_787_392 - round(2.28 * GIB)
+    assert "may be counted twice" in " ".join(memory_notes(b05.replace("14689787392", str(twice)))), "F08: the graphs taken off twice"
+    small = b05.replace("17292353024", "5368709120")
+    assert "do not copy" not in " ".join(memory_notes(small)), "a pool of one's own below the share"
 
 
 @pytest.mark.parametrize(

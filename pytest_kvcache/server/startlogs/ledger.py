@@ -10,6 +10,8 @@ _F = r"([0-9]{1,12}(?:\.[0-9]{1,18})?)"
 _GIB = 1 << 30
 # Figures are printed with two decimals each; a sum of five of them may be off by this much.
 _ROUNDING_GIB = 0.03
+# vLLM keeps 150 MiB back from the sizes that it suggests.
+_RESERVE_GIB = 0.15
 
 _V0_BUDGET = re.compile(rf"total_gpu_memory \({_F} ?GiB\) x gpu_memory_utilization \({_F}\) = {_F} ?GiB")
 _V0_PARTS = re.compile(
@@ -116,6 +118,18 @@ def _v1(line: str, free: float, total: float, share: float, allowed: float, *hel
             notes.append(
                 f"the log suggests --kv-cache-memory={suggested} ({suggested / _GIB:.2f} GiB), more than the {floor / _GIB:.2f} GiB that were free for it"
             )
+        elif suggested < (least := _least(line, allowed - weights - peak - other, graphs)) * _GIB:
+            notes.append(
+                f"the log suggests --kv-cache-memory={suggested} ({suggested / _GIB:.2f} GiB), less than the {least:.2f} GiB that are left once the graphs"
+                f" ({graphs:g} GiB) are taken off once: they may be counted twice, so do not copy it"
+            )
         else:
             notes.append(f"the log suggests --kv-cache-memory={suggested} ({suggested / _GIB:.2f} GiB)")
     return notes
+
+
+def _least(line: str, left: float, graphs: float) -> float:
+    """Return the least that a suggestion can be, in GiB: what the share leaves, or what is in use where that is less, without graphs and reserve."""
+    match = _IN_USE.search(line)
+    pool = int(match.group(1)) / _GIB if match is not None else left
+    return min(pool, left) - graphs - _RESERVE_GIB - _ROUNDING_GIB
