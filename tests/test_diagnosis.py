@@ -86,6 +86,76 @@ def test_an_empty_page_of_metrics_is_no_usage_of_zero(capsys: pytest.CaptureFixt
     assert "neither usage nor running requests are told" in capsys.readouterr().err
 
 
+def passing(text: str, capsys: pytest.CaptureFixture[str], *words: str, engine: str = "vllm") -> str:
+    """Return what is printed of a server with this page of metrics, in one line."""
+    with ScriptedServer(model="m", metrics=text, owned_by=engine) as server:
+        assert main(["diagnose", f"http://127.0.0.1:{server.port}", "--engine", engine, "--window", "0.5s", "--sample-hz", "10", *words]) == 0
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_eight_processes_of_one_engine_are_one_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case C01: the mean of the eight would be 8.2 %, and the first is zero."""
+    gauge = "".join(f'vllm:kv_cache_usage_perc{{engine="0",model_name="m",pid="{n}"}} {0.6530455880475035 * (n == 273)}\n' for n in range(270, 278))
+    page = re.sub(r"^vllm:kv_cache_usage_perc.*\n", gauge, vllm_text(0.0, 4, 0), flags=re.M)
+    assert "usage 65.3 % at the peak of pool 1,000 blocks of 16 tokens; 347 blocks free" in passing(page, capsys)
+
+
+def test_a_pool_of_none_is_unknown_until_the_log_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case C02: never zero, and never a free room that rests on it."""
+    page = vllm_text(0.5, 4, 0).replace('num_gpu_blocks="1001"', 'num_gpu_blocks="None"')
+    said = passing(page, capsys)
+    assert 'pool not known (vllm:cache_config_info says num_gpu_blocks="None"; no start-up log is at hand); an unknown number free' in said
+    assert "campaign-day" in said.split("could not be looked at")[1]
+    (tmp_path / "log").write_text("INFO GPU KV cache size: 148,336 tokens\n")
+    assert "pool 9,270 blocks of 16 tokens; 4,635 blocks free" in passing(page, capsys, "--log", str(tmp_path / "log"))
+
+
+def test_the_block_that_was_aligned_is_the_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case C04: the label of a hybrid model is filled before its blocks are aligned."""
+    (tmp_path / "log").write_text("INFO Setting attention block size to 544 tokens to ensure that attention page size is >= mamba page size.\n")
+    assert "pool 1,000 blocks of 544 tokens" in passing(vllm_text(0.5, 4, 0), capsys, "--log", str(tmp_path / "log"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "page", "words"),
+    [
+        # field case C07: the gauge was taken away; what else would tell it is named
+        (
+            "llamacpp",
+            "llamacpp:requests_processing 2\nllamacpp:requests_deferred 0\n",
+            ["kv_cache_usage_ratio is not in /metrics", "/slots answers HTTP 404"],
+        ),
+        # field case C13: a percentage under the name of a ratio
+        (
+            "sglang",
+            'sglang:num_running_reqs{model_name="m"} 3\nsglang:token_usage{model_name="m"} 87.5\nsglang:cache_hit_rate{model_name="m"} 87.6\n',
+            ["reads 87.5, above a full pool of 1"],
+        ),
+    ],
+)
+def test_a_usage_that_cannot_be_told_says_why_and_makes_no_finding(
+    engine: str, page: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = passing(page, capsys, engine=engine)
+    three = said.split("Three numbers")[1].split("1. Pool against card")[0]
+    assert three.strip().startswith("usage not known (")
+    for word in words:
+        assert word in three, "the reason stands where the figure would"
+    assert "none of the rules that could be looked at has anything to say" in said
+    assert "lonely-percentage" in said.split("could not be looked at")[1]
+
+
+def test_birth_times_are_no_counts_and_rejections_need_no_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case C16, on a page of a real vLLM 0.32 with two engines: every counter has a twin of about 1.8e9, and one has no label of an engine."""
+    page = (Path(__file__).parent / "data" / "exposition" / "vllm" / "0.32.0-cpu-dp2.prom").read_text(encoding="utf-8")
+    assert "vllm:num_preemptions_created" in page
+    found = json.loads(passing(page.replace('reason="max_num_queued_reqs"} 0.0', 'reason="max_num_queued_reqs"} 7.0'), capsys, "--json"))
+    assert {name: found["values"][name]["value"] for name in ("preemptions", "rejections")} == {"preemptions": 0, "rejections": 0}, (
+        "seven before we came"
+    )
+    assert "preemption-storm" not in [finding["id"] for finding in found["findings"]]
+
+
 def test_quality_items_alone_cannot_be_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quality_run(300).write(tmp_path / "runs" / "1-quality")
     assert main(["diagnose", str(tmp_path)]) == 3

@@ -174,7 +174,8 @@ def _still(seen: Seen) -> dict[str, Value]:
         total = np.sum([np.nan_to_num(column) for column in counters], axis=0)
         runs, waits = np.nan_to_num(running) > 0, np.nan_to_num(waiting) > 0
         stale = max(stale, _longest(one.wall_s, total, runs & ~waits & (live <= 0)))
-        stuck = max(stuck, _longest(one.wall_s, total, waits))
+        # a request that is put back and read again without an end is seen to run at one look and to wait at the next
+        stuck = max(stuck, _longest(one.wall_s, total, waits | _put_back(one.column("preemptions"))))
     lacking = Missing("the server tells no counters of tokens beside its gauges")
     return {
         "held.seconds": Reading(held, "s", "longest stretch of samples with nothing running or waiting and something held")
@@ -183,8 +184,18 @@ def _still(seen: Seen) -> dict[str, Value]:
         "stale.seconds": Reading(stale, "s", "longest stretch of samples with running requests and no token counted, none of ours in flight")
         if told
         else lacking,
-        "stuck.seconds": Reading(stuck, "s", "longest stretch of samples with waiting requests and no token counted") if told else lacking,
+        "stuck.seconds": Reading(stuck, "s", "longest stretch of samples with requests waiting or put back and no token counted")
+        if told
+        else lacking,
     }
+
+
+def _put_back(preemptions: Floats) -> Any:
+    """Return at which samples the counter of preemptions has just grown or is about to."""
+    import numpy as np
+
+    grew = np.diff(np.nan_to_num(preemptions)) > 0
+    return np.concatenate([[False], grew]) | np.concatenate([grew, [False]])
 
 
 def _longest(wall_s: Floats, total: Floats, mask: Any) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report.escape import clip, plain
 from pytest_kvcache.report.model import (
@@ -96,10 +97,14 @@ def _pauses(analysis: Analysis) -> str:
 
 
 def three_numbers(analysis: Analysis) -> str:
-    """Return usage at its peak with pool size, free space and running requests with their mean length, in one line."""
+    """Return usage at its peak, or why it is not known, with pool size, free space and running requests with their mean length, in one line."""
     from pytest_kvcache.report.model import show_value
 
-    return f"usage {show_value(analysis.values.get('usage.peak')) or '—'} at the peak of {_three_numbers(analysis)}"
+    usage = analysis.values.get("usage.peak")
+    shown = show_value(usage) or "—"
+    if isinstance(usage, Missing) and not usage.cannot_happen:
+        shown = f"not known ({plain(usage.reason, 300)})"
+    return f"usage {shown} at the peak of {_three_numbers(analysis)}"
 
 
 def _paint(text: str, verdict: str, color: bool, *, bold: bool = False) -> str:

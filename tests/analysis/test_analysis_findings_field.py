@@ -131,6 +131,42 @@ def test_d07_a_short_prompt_that_pins_a_quarter_of_the_pool(tmp_path: Path) -> N
     assert "90," in found["fixed-slice"], "about 90,900 tokens a request: three fit, and not the 148 that tokens over pool would say"
 
 
+@pytest.mark.parametrize("put_back", [False, True])
+def test_d10_a_request_that_was_accepted_and_can_never_be_scheduled(put_back: bool, tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        if put_back and i % 2:
+            return state(63, 1.0, 1.0, 0.0, generation_tokens=9.0, preemptions=float(i))
+        return state(63, 0.0, 0.0, 1.0, generation_tokens=9.0, preemptions=float(i) * put_back)
+
+    found = said(made(tmp_path / "run", (), each, seconds=60, hz=1, usable=63, after={"preemptions": 60.0 * put_back}))
+    assert next(iter(found)) == "stuck-queue"
+    assert "59.00 s" in found["stuck-queue"], "waiting at one look and running at the next is one livelock"
+    assert ("room for 0 requests at 1,024 tokens" if put_back else "room for 0.98 requests at 1,024 tokens") in found["stuck-queue"]
+
+    def moving(i: int) -> dict[str, Any]:
+        return {**each(i), "generation_tokens": 9.0 + i}
+
+    assert "stuck-queue" not in said(made(tmp_path / "moving", (), moving, seconds=60, hz=1, usable=63, after={"preemptions": 60.0 * put_back}))
+
+
+def test_d10_is_told_before_the_near_max_request_comes(tmp_path: Path) -> None:
+    assert "at 1,024 tokens" in said(made(tmp_path / "short", usable=63))["campaign-day"], "64 blocks are needed, and the null block is none of them"
+    assert "campaign-day" not in said(made(tmp_path / "enough", usable=96))
+
+
+def test_d10_a_prompt_of_9000_tokens_before_8209_pages_of_one(tmp_path: Path) -> None:
+    each = {**state(8209, 0.0, 0.0, 1.0), "generation_tokens": 9.0}
+    found = said(made(tmp_path, (), each, seconds=60, hz=1, usable=8209, before={"block_size": 1, "max_model_len": 9024}))
+    assert "room for 0.91 requests at 9,024 tokens" in found["stuck-queue"]
+
+
+def test_d11_a_window_pool_that_blocks_is_stuck_and_the_second_pool_is_named(tmp_path: Path) -> None:
+    each = state(256, 0.0, 0.0, 1.0, generation_tokens=9.0)
+    (stuck,) = (one for one in find(made(tmp_path, (), each, seconds=60, hz=1, usable=256)).found if one.id == "stuck-queue")
+    assert "at a usage of up to 0.0 %" in stuck.text
+    assert "second pool" in stuck.cause
+
+
 def test_d13_one_long_answer_before_fourteen_is_no_hang(tmp_path: Path) -> None:
     def each(i: int) -> dict[str, Any]:
         return state(20_000, 0.765 + 0.0001 * i, 1.0, 14.0, generation_tokens=5.4 * i)
