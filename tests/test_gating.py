@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_run import MadeRun, closed_loop, quality_run
+from made_run import T0, MadeRun, closed_loop, quality_run, sample
 
 from pytest_kvcache.cli import main
 from pytest_kvcache.gating import SCHEMAS, schema_text
@@ -166,3 +166,11 @@ def test_runs_of_another_tool_are_judged_against_its_earlier_ones(factor: float,
         Path(name).write_text(json.dumps(runs))
     assert main(["gate", "after.json", "--baseline", "before.json", "--require", "throughput >= baseline * 0.97"]) == code
     assert "tokens/s" in capsys.readouterr().out
+
+
+def test_requests_that_end_before_they_were_sent_are_unsound_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [msgspec.structs.replace(row, end_s=row.sent_s - 3600.0) for row in closed_loop()]
+    MadeRun(rows=rows, samples=[sample(closed_loop(), T0 + i / 10) for i in range(40)]).write(Path("back") / "runs" / "1-normal")
+    assert main(["gate", "back", "--require", "usage.peak < 0.9"]) == 4
+    assert main(["diagnose", "back"]) == 0
+    assert "unsound evidence" in capsys.readouterr().out

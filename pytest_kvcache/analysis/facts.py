@@ -129,7 +129,8 @@ def _outside(record: RunRecord, rows: Rows) -> float:
         return 0.0
     early = record.load_started_wall_s - float(rows.sent_s.min())
     late = float(rows.end_s.max()) - record.load_ended_wall_s
-    return max(early, late, 0.0)
+    backward = float((rows.sent_s - rows.end_s).max())  # ended before it was sent
+    return max(early, late, backward, 0.0)
 
 
 def _restarts(record: RunRecord, series: Sequence[Series], counters: dict[str, Growth]) -> list[str]:

@@ -127,7 +127,8 @@ def _drain_begin(rows: Rows) -> float:
     if not len(rows):
         return float("inf")
     last = float(rows.sent_s.max())
-    return float(rows.end_s[rows.end_s >= last].min())
+    ended = rows.end_s[rows.end_s >= last]
+    return float(ended.min()) if len(ended) else last  # none ended after it: a clock was set back
 
 
 def _spans(code: Any, t_s: Floats, step: Floats, fresh_s: float) -> tuple[Span, ...]:

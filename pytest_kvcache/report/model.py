@@ -288,7 +288,7 @@ def show_interval(gate: GateRecord) -> str:
 
 def show_bound(gate: GateRecord) -> str:
     """Return the bound in few characters: ``at most`` and ``at least`` as signs."""
-    text = plain(gate.bound_text, 80) or (show_number(gate.bound, gate.unit) if gate.bound is not None else "")
+    text = plain(gate.bound_text, 160) or (show_number(gate.bound, gate.unit) if gate.bound is not None else "")
     for words, sign in (("at most ", "≤ "), ("at least ", "≥ ")):
         if text.startswith(words):
             return sign + text.removeprefix(words)

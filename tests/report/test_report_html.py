@@ -206,3 +206,10 @@ def test_a_large_session_stays_under_three_megabytes(single: SessionView) -> Non
     assert len(text.encode()) < 3_000_000
     assert "1700 further gates that passed are in verdict.json" in text
     assert "could not be drawn" not in text
+
+
+def test_a_long_name_of_a_lane_breaks_so_that_the_last_column_of_the_gates_is_seen() -> None:
+    css = (Path(html.__file__).parent / "templates" / "report.css").read_text()
+    rule = css.partition(".gates tbody th {")[2].partition("}")[0]
+    assert "overflow-wrap: anywhere" in rule
+    assert "white-space: normal" in rule
