@@ -50,6 +50,7 @@ def test_each_line_of_a_file_is_a_test_and_the_limits_of_a_mark_are_judged(tmp_p
         ("requests.sent", "warn"),
     }
     assert json.loads(path.read_text())["verdict"] in {"FAIL", "INVALID"}
+    (tmp_path / "kvgate.toml").unlink()
     stored = subprocess.run(
         [sys.executable, "-m", "pytest_kvcache.cli", "gate", str(path.parent), "--require", "rejections == 0"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
