@@ -35,6 +35,7 @@ def gather(
     client = read_client(rows, frame)
     fresh = max(2.5 / window.hz, 0.25) if window.hz else 1.0
     covered = [coverage(one.wall_s, window.since_s, window.until_s, fresh) for one in series]
+    usages = [one.column("usage") for one in series]
     off, known, worst = wrong_lengths(rows)
     hits = seen.counters["prefix_hits"].value
     cached = float(np.nansum(rows.cached))
@@ -59,6 +60,7 @@ def gather(
         polled=record.sample_hz > 0,
         coverage=min((share for share, _ in covered), default=0.0),
         longest_gap_s=max((gap for _, gap in covered), default=0.0),
+        lowest_usage=min((float(np.nanmin(one)) for one in usages if np.isfinite(one).any()), default=0.0),
         read_errors=tuple(error for one in series for error in one.errors),
         restarts=tuple(_restarts(record, series, seen.counters)),
         moved=tuple(_moved(record, series)),

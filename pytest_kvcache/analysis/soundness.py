@@ -38,6 +38,7 @@ class Limits:
     cpu_share: float = 0.9
     coverage: float = 0.80
     gap_s: float = 3.0
+    below_zero: float = 0.05  # some engines fall a block or two below zero when what they evict is counted twice
     foreign_share: float = 0.05
     warm_share: float = 0.10
     requests: int = 3
@@ -81,6 +82,7 @@ class Facts:
     polled: bool = True
     coverage: float = 1.0
     longest_gap_s: float = 0.0
+    lowest_usage: float = 0.0
     read_errors: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
@@ -223,6 +225,12 @@ def _telemetry(facts: Facts, limits: Limits) -> Iterator[Problem]:
     if not facts.polled:
         return
     reason = f" ({facts.read_errors[0]})" if facts.read_errors else ""
+    if facts.lowest_usage < -limits.below_zero:
+        yield Problem(
+            "impossible",
+            f"the server told a usage of {facts.lowest_usage * 100:.4g} %, which no cache can have: what it counts is not what is used",
+            "update the server, or find out in its log what it counts twice",
+        )
     if facts.coverage < limits.coverage:
         yield Problem(
             "coverage",

@@ -50,6 +50,7 @@ BROKEN: dict[str, tuple[str, MadeRun]] = {
     "too few requests in one lane": ("too_few", MadeRun(rows=[*ROWS, request(99, 1.0, lane="nearmax")])),
     "prompts of another length": ("lengths", MadeRun(rows=WRONG)),
     "prompts that are shorter": ("lengths", MadeRun(rows=[request(i, i * 0.2, prompt_tokens=90) for i in range(10)])),
+    "a usage below zero": ("impossible", MadeRun(samples=polled(ROWS, lambda i: True, usage=-5.0))),
     "clocks that disagree": ("clock", MadeRun(record={"load_started_wall_s": T0 + 30, "load_ended_wall_s": T0 + 60})),
     "a clock that was set forward": ("clock", MadeRun(record={"clock_step_s": 3600.0})),
     "a clock that was set back": ("clock", MadeRun(record={"clock_step_s": -2.5})),
@@ -181,3 +182,8 @@ def test_arrivals_that_wait_for_the_cap_are_named_as_that_and_not_as_a_late_clie
 def test_a_share_that_is_too_small_also_reads_so() -> None:
     (problem,) = problems(Facts(sent=10, coverage=0.7996), Limits(coverage=0.8))
     assert problem.text == "telemetry covers 79.9 % of the load, and 80 % is needed"
+
+
+def test_a_usage_a_block_below_zero_spoils_nothing(tmp_path: Path) -> None:
+    made = MadeRun(samples=[*polled(ROWS, lambda i: i < 47), sample(ROWS, T0 + 4.4, usage=-1 / 127)])
+    assert not [problem for problem in analyse(made.write(tmp_path / "run")).problems if problem.rule == "impossible"]
