@@ -151,6 +151,7 @@ def _known() -> dict[str, Known]:
         "output_tokens": Known(tokens, "", "output tokens of our requests", lanes=True),
         "prompt_length.mean": Known(tokens, "", "mean prompt length", lanes=True),
         "prompt_length.max": Known(tokens, "", "longest prompt", lanes=True),
+        "prompt_length.off": Known(requests, "lower", "prompts with another length than planned, by any token", lanes=True),
         "throughput": Known("tokens/s", "higher", "output tokens a second", lanes=True),
         "gap.max": Known(s, "lower", "longest gap inside an answer", lanes=True),
         "prefix_hits": Known(tokens, "", "tokens found in the prefix cache"),

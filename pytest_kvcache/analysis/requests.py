@@ -55,6 +55,9 @@ def request_values(rows: Rows, chosen: Mask, since_s: float, until_s: float) -> 
     over("output_tokens", rows.output[chosen], "tokens", f"{log}, the server's usage", np.sum, "the server told no completion tokens")
     over("prompt_length.mean", rows.prompt[chosen], "tokens", f"{log}, the server's usage, else as planned", np.mean, "no prompt length is known")
     over("prompt_length.max", rows.prompt[chosen], "tokens", f"{log}, the server's usage, else as planned", np.max, "no prompt length is known")
+    differs = np.where(np.isfinite(rows.prompt_planned), np.abs(rows.prompt_real - rows.prompt_planned) > 0, np.nan)
+    differs[~np.isfinite(rows.prompt_real)] = np.nan
+    over("prompt_length.off", differs[good], "requests", f"{log}, the server's usage against the plan", np.sum, "no prompt length is known")
     told = chosen & np.isfinite(rows.output)
     if until_s > since_s and told.any():
         begin = np.where(np.isfinite(rows.first_s), rows.first_s, rows.sent_s)[told]

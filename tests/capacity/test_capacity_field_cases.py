@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_models import LLAMA_2_7B, LLAMA_31_8B
+from made_models import LLAMA_2_7B, LLAMA_31_8B, QWEN3_30B
 
 from pytest_kvcache import cli
 
@@ -91,3 +91,46 @@ def test_e11_half_the_width_holds_twice_the_tokens_in_one_memory(tmp_path: Path,
     }
     assert [sides[kind]["growth_bytes_per_token"] for kind in ("bfloat16", "fp8")] == [147_456, 73_728]
     assert sides["fp8"]["pool_blocks"] / sides["bfloat16"]["pool_blocks"] == pytest.approx(2, rel=0.001)
+
+
+def test_i07_class_defaults_that_a_file_omits_are_used_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, capsys, "gemma-3-4b.json")
+    assert (found["growth_bytes_per_token"], found["sliding_bytes_per_token"]) == (20_480, 118_784)
+    said = " ".join(found["assumptions"])
+    for words in ("num_attention_heads = 8", "num_key_value_heads = 4", "head_dim = 256", "class default"):
+        assert words in said
+
+
+@pytest.mark.parametrize("decoy", [{}, {"head_dim": 64}, {"head_dim": 64, "num_key_value_heads": 128, "qk_head_dim": 192}])
+def test_i10_a_latent_is_counted_whatever_head_size_a_loader_wrote(decoy: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    assert planned(tmp_path, capsys, {**config, **decoy})["growth_bytes_per_token"] == 70_272
+
+
+@pytest.mark.parametrize(("tp", "token"), [("1", 98_304), ("2", 49_152), ("4", 24_576), ("8", 24_576)])
+def test_i11_more_gpus_than_heads_keep_one_head_each(tp: str, token: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, capsys, QWEN3_30B, "--tp", tp, "--dtype", "bfloat16", "--block-size", "16")
+    assert found["growth_bytes_per_token"] == token
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "words", "token"),
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, (), 65_536),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, ("--kv-dtype", "bfloat16"), 131_072),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, (), 65_536),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, (), 131_072),
+    ],
+)
+def test_i17_the_cache_type_of_a_checkpoint_counts_unless_another_is_asked_for(
+    quantisation: dict[str, Any], words: tuple[str, ...], token: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    found = planned(tmp_path, capsys, {**config, "quantization_config": quantisation}, *words)
+    assert found["growth_bytes_per_token"] == token
+
+
+def test_i22_a_second_cache_keeps_its_width_beside_a_narrow_latent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = ("--platform", "gpu", "--block-size", "64")
+    wide, narrow = (planned(tmp_path, capsys, "deepseek-v3.2.json", *card, *words) for words in ((), ("--kv-dtype", "fp8_ds_mla")))
+    assert (wide["growth_bytes_per_token"], narrow["growth_bytes_per_token"]) == (78_324, 48_068)

@@ -56,8 +56,12 @@ def test_a_prompt_of_another_length_than_planned_is_seen_in_both_directions(tmp_
     assert tuple(said_lengths(text)) == (4096, 4106, 16)
     for real in (8179, 8185, 8399, 8900):
         rows = [request(number, number * 0.2, prompt=8192, prompt_tokens=real) for number in range(10)]
-        wrong = analyse(MadeRun(rows=rows).write(tmp_path / f"{real}-normal")).facts.lengths_off
+        analysis = analyse(MadeRun(rows=rows).write(tmp_path / f"{real}-normal"))
+        assert value(analysis, "prompt_length.off") == 10, "every one is counted, however few tokens it is off"
+        wrong = analysis.facts.lengths_off
         assert wrong == (10 if abs(real - 8192) > 0.02 * 8192 else 0)
+    exact = [request(number, number * 0.2, prompt=8192, prompt_tokens=8192) for number in range(10)]
+    assert value(analyse(MadeRun(rows=exact).write(tmp_path / "exact-normal")), "prompt_length.off") == 0
 
 
 def test_a_refusal_by_another_limit_than_planned_is_the_plans_fault_and_noted(tmp_path: Path) -> None:
