@@ -13,6 +13,7 @@ from made_models import LLAMA_31_8B
 
 from pytest_kvcache import cli
 
+CONFIGS = Path(__file__).parent / "data" / "capacity" / "configs"
 KEYS = {
     "growth_bytes_per_token", "fixed_bytes", "sliding_bytes_per_token", "sliding_saturated_bytes", "window", "bytes_per_sequence",
     "blocks_per_sequence", "pool_bytes", "pool_blocks", "pool_tokens", "blocks_per_request", "starts", "max_concurrency", "layers", "assumptions",
@@ -62,6 +63,29 @@ def test_every_option_of_the_synopsis_is_taken(config: str, capsys: pytest.Captu
     assert found["verdict"] == "PASS"
     override = body(capsys, config, "--num-gpu-blocks-override", "65", "--block-size", "32", "--max-model-len", "2048")
     assert (override["pool_blocks"], override["starts"], override["max_concurrency"]) == (65, True, 65 / 64)
+
+
+def test_a_latent_cache_is_whole_on_each_gpu_and_the_plan_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case G07: a budget multiplied by the number of GPUs over-commits a latent cache 4 to 8 times."""
+    words = (str(CONFIGS / "deepseek-v3.json"), "--platform", "gpu", "--kv-memory", "20GiB", "--max-model-len", "32768", "--block-size", "64")
+    one, eight, split = (body(capsys, *words, *more) for more in ((), ("--tp", "8"), ("--tp", "8", "--dcp", "8")))
+    assert one["growth_bytes_per_token"] == eight["growth_bytes_per_token"] == 70_272
+    assert one["max_concurrency"] == eight["max_concurrency"] == pytest.approx(4774 / 512)
+    assert split["max_concurrency"] == pytest.approx(4774 / 64), "context parallelism divides the tokens"
+    assert "a latent cache is whole on each of 8 GPUs: --tp does not lower its bytes per GPU (--dcp does)" in eight["notes"]
+    assert not any("latent cache" in note for note in one["notes"])
+
+
+def test_a_plan_over_pipeline_stages_is_made_by_stage(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case G04: 61 layers on three nodes are not 20.33 each, and the last holds the output head as well."""
+    words = (str(CONFIGS / "deepseek-v3.json"), "--platform", "gpu", "--kv-memory", "20GiB", "--max-model-len", "32768", "--tp", "8")
+    code, out, _ = run(capsys, *words, "--pp", "3")
+    assert code == 0
+    assert "21x576x2 = 24192 B/token on one of 24 GPUs" in out
+    assert "21 layers a group, on the fullest of 3 pipeline stages" in out
+    assert "the 3 pipeline stages have 20, 21, 20 layers; the last also holds the output head" in " ".join(out.split())
+    whole = body(capsys, config)
+    assert not any("pipeline" in note or "latent" in note for note in whole["notes"])
 
 
 def test_an_engine_that_would_not_start_is_a_fail_with_its_reason(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -378,6 +378,8 @@ def _rate(question: Question, said: Told) -> Iterator[str]:
                 f"bytes a token: the engine keeps about {theirs:,.0f} on one GPU and this model takes {ours:,}:"
                 " another model, another KV type or another parallelism (--tp)"
             )
+            if question.shape.tp * question.shape.pp > 1 and theirs > ours:
+                yield f"or the memory is one rank's, another had {units.show_bytes(round(said.tokens.middle * ours))}: the least decides for all (see all ranks)"
     if said.model:
         yield f"the log is of the model {said.model}"
 

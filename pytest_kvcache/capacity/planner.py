@@ -14,7 +14,7 @@ from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.card import DEFAULT_UTILIZATION, Card, Weights, find_weights, weights_of_parameters
 from pytest_kvcache.capacity.documents import Input, read_checklist, read_traffic
 from pytest_kvcache.capacity.formats import parse_format
-from pytest_kvcache.capacity.growth import resolve_dtypes
+from pytest_kvcache.capacity.growth import resolve_dtypes, stages
 from pytest_kvcache.capacity.layers import Architecture, Layer
 from pytest_kvcache.capacity.layout import EngineShape
 from pytest_kvcache.capacity.levers import Lever, Sharing, levers
@@ -322,7 +322,16 @@ def _traffic(traffic: Traffic | Path | str | None, concurrency: int | None, leng
 
 
 def _notes(given: Answer) -> tuple[str, ...]:
-    parts = [*given.question.architecture.notes, *given.layout.notes]
+    model, shape = given.question.architecture, given.question.shape
+    parts = [*model.notes, *given.layout.notes]
+    if shape.tp > 1 and any(layer.kind == "mla" for layer in model.layers):
+        parts.append(f"a latent cache is whole on each of {shape.tp} GPUs: --tp does not lower its bytes per GPU (--dcp does)")
+    if shape.pp > 1:
+        sizes = ", ".join(str(len(stage)) for stage in stages(len(model.layers), shape.pp))
+        parts.append(
+            f"the {shape.pp} pipeline stages have {sizes} layers; the last also holds the output head, so its weights leave less room: "
+            "the stage with the fewest blocks decides for all"
+        )
     if given.pool is not None:
         parts += given.pool.notes
         if given.pool.pool_tokens < given.max_model_len and given.starts and given.pool.pool_blocks:

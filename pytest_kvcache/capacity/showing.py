@@ -147,7 +147,10 @@ def equations(plan: Plan) -> Rows:
     if pool is not None and layout.bytes_per_block and layout.unit == "blocks":
         pages = max((group.layers + group.padding for group in layout.groups), default=0)
         pp = given.question.shape.pp
-        stage = f", on the fullest of {pp} pipeline stages" if pp > 1 else ""
+        stage = ""
+        if pp > 1:
+            stage = f", on the fullest of {pp} pipeline stages"
+            pages = max((max(group.stage_bytes, default=0) // group.page_bytes for group in layout.groups if group.page_bytes), default=0)
         rows.append(("block", f"{pages} layers a group{stage} -> {layout.bytes_per_block:,} B"))
         override = given.question.shape.num_gpu_blocks_override
         rows.append(

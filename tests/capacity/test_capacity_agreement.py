@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_models import GPT_OSS_120B, LLAMA_2_7B, LLAMA_2_70B, LLAMA_31_8B, QWEN3_14B, QWEN3_30B, QWEN3_32B, QWEN3_235B, QWEN25_7B, STARCODER2_3B
+from made_models import (
+    GPT_OSS_120B,
+    LLAMA_2_7B,
+    LLAMA_2_70B,
+    LLAMA_31_8B,
+    QWEN3_14B,
+    QWEN3_30B,
+    QWEN3_32B,
+    QWEN3_235B,
+    QWEN25_7B,
+    STARCODER2_3B,
+    llama,
+)
 
 from pytest_kvcache import cli
 
@@ -100,6 +112,23 @@ def test_two_engines_with_equal_looking_gigabytes_are_told_apart_by_their_rate(c
     assert vllm["agreement"]["verdict"] == "different"
     (row,) = vllm["agreement"]["rows"]
     assert row["ours"][0] <= 180_935 <= row["ours"][1] + 16
+    assert "another had 8.02 GiB" in said(vllm)
+
+
+def test_g02_one_ranks_memory_beside_the_tokens_of_the_least(check: Check) -> None:
+    # vllm issue 13061: 8.69 GiB on this card is 94,917 tokens, and the engine allows 81,536
+    refused = (
+        "ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (81536). "
+        "Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine.\n"
+    )
+    words = ("--tp", "2", "--block-size", "16", "--max-model-len", "131072")
+    found = check(llama(48, 40, 8), "INFO Available KV cache memory: 8.69 GiB\n" + refused, *words, code=1)
+    assert found["growth_bytes_per_token"] == 98_304
+    assert "another had 7.46 GiB: the least decides for all (see all ranks)" in said(found)
+    (row,) = found["agreement"]["rows"]
+    assert row["ours"][0] <= 94_917 <= row["ours"][1] + 16
+    alone = check(llama(48, 40, 4), "INFO Available KV cache memory: 8.69 GiB\n" + refused, *words[2:], code=1)
+    assert "another had" not in said(alone), "one GPU has no other rank"
 
 
 def test_a_label_is_no_growth_rate(check: Check) -> None:
