@@ -73,6 +73,15 @@ POOL = (
             "ValueError: Available memory on node 0 (3.1/8.34 GiB) on kv cache allocation is less than requested memory for kv (4.0 GiB). Decrease",
             ["0.90 GiB short", "VLLM_CPU_KVCACHE_SPACE"],
         ),
+        # I04: the sentence says 64 < 64, and no layer slides
+        (
+            "ValueError: This model uses sliding window but `max_window_layers` = 64 is less than `num_hidden_layers` = 64. Please open an issue",
+            ["0 of 64, so none slides", '"use_sliding_window": false'],
+        ),
+        (
+            "ValueError: This model uses sliding window but `max_window_layers` = 28 is less than `num_hidden_layers` = 64. Please open an issue",
+            ["36 of 64", "changes answers beyond the window"],
+        ),
         ("ValueError: No common block size for 16 (CPU_ATTN: [MultipleOf(32)]).", ["block size 16", "multiple of 32"]),
         (
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.51 GiB of which 1.20 GiB is free. Process 77 "

@@ -174,7 +174,20 @@ def _cards(match: re.Match[str], _: str) -> tuple[str, str]:
     )
 
 
+def _windows(match: re.Match[str], _: str) -> tuple[str, str]:
+    first, layers = whole(match.group(1)), whole(match.group(2))
+    slide = max(layers - first, 0)
+    means = f"layers from {first} on have a window: {slide} of {layers}"
+    if not slide:
+        return f"{means}, so none slides", """start with --hf-overrides '{"use_sliding_window": false}': no layer has a window to lose"""
+    return (
+        f"{means}, and vLLM does not serve such a mixture of this family",
+        """--hf-overrides '{"use_sliding_window": false}' starts it with full attention everywhere, which costs cache and changes answers beyond the window""",
+    )
+
+
 KNOWN: tuple[Known, ...] = (
+    known(r"`?max_window_layers`? = ([0-9]{1,6}) is less than `?num_hidden_layers`? = ([0-9]{1,6})", _windows),
     known(
         rf"Free memory on device[^(]{{0,40}}\({F}/{F} ?GiB\) on startup is less than desired GPU memory utilization \({F}, {F} ?GiB\)",
         _free_short,
