@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -174,3 +175,13 @@ def test_requests_that_end_before_they_were_sent_are_unsound_and_no_traceback(ca
     assert main(["gate", "back", "--require", "usage.peak < 0.9"]) == 4
     assert main(["diagnose", "back"]) == 0
     assert "unsound evidence" in capsys.readouterr().out
+
+
+def test_a_session_compared_with_its_copy_says_so_where_the_verdict_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    _session("kept")
+    shutil.copytree("kept", "a copy")
+    assert main(["compare", "kept", "a copy"]) == 0
+    said = "But the same measurement stands on both sides (1-normal, 2-normal, 3-normal)"
+    assert said in " ".join(capsys.readouterr().out.split())
+    (summary,) = Path("reports").glob("*/summary.md")
+    assert "the same measurement stands on both sides" in summary.read_text()

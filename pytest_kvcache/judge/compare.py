@@ -19,7 +19,7 @@ from pytest_kvcache.judge.declared import check_declared
 from pytest_kvcache.judge.gates import worst
 from pytest_kvcache.judge.quality import quality_gates, quality_not_worse
 from pytest_kvcache.judge.validity import check_comparable, check_pair, check_side, launches
-from pytest_kvcache.judge.wording import evidence
+from pytest_kvcache.judge.wording import SAME, evidence
 from pytest_kvcache.quantities import QUANTITIES, Missing, Value
 from pytest_kvcache.records import ConfigChange, GateRecord, RunRecord
 from pytest_kvcache.runfolder import Run
@@ -84,7 +84,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     if only_after:
         notes.append(f"measured only after the change, and so not compared: {', '.join(only_after)}")
     if same := _same(before, after):
-        notes.append(f"the same measurement stands on both sides ({same}): this is no comparison of two servers, and says nothing about a change")
+        notes.append(f"{SAME} ({same}): this is no comparison of two servers, and says nothing about a change")
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable and gate.level != "warn")

@@ -11,11 +11,14 @@ from pytest_kvcache.conditions import FAIL, INVALID, NOT_APPLICABLE
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord, ValueRecord
 
-__all__ = ["MISSED", "beside", "evidence", "failure_text", "gate", "missing", "show"]
+__all__ = ["MISSED", "SAME", "beside", "evidence", "failure_text", "gate", "missing", "show"]
 
 MISSED = ("coverage", "gap", "incomplete", "too_few", "under_load", "clock")
 """Rules that say that something was missed, or that the server was pressed less than planned. What was seen all the same (a counter that
 moved, a refusal in our own log, a sample above the bound) is no less true for it: a FAIL on it stands, while a PASS cannot."""
+
+SAME = "the same measurement stands on both sides"
+"""How the note begins that says that a comparison says nothing."""
 
 
 def evidence(analysis: Analysis) -> str:

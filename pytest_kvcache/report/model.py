@@ -172,7 +172,8 @@ def why(verdict: VerdictRecord) -> str:
     told = _decided(verdict, [gate for gate in in_order(verdict.gates) if not warns(gate)])
     if warnings := [gate for gate in verdict.gates if gate.applicable and warns(gate)]:
         told += f" {len(warnings)} warning{'s' if len(warnings) != 1 else ''}: {_list([gate_text(gate) for gate in warnings])}."
-    return told
+    # what makes a comparison say nothing stands beside its word wherever that is read
+    return told + "".join(f" But {plain(note, 300)}." for note in verdict.notes if note.startswith(wording.SAME))
 
 
 def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
