@@ -13,8 +13,8 @@ from loopback_tls import Tls, make_tls
 
 from pytest_kvcache.server import redaction
 
-# The same examples at every run, so that no test fails by chance; HYPOTHESIS_PROFILE=default looks for others.
-hypothesis.settings.register_profile("same", derandomize=True)
+# The same examples at every run and no deadline, so that no test fails by chance or on a busy machine; HYPOTHESIS_PROFILE=default looks for others.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
