@@ -103,7 +103,7 @@ def test_a_request_near_the_longest_beside_usual_traffic_is_told_beforehand_and_
     def campaign() -> None:
         complete(tight, [2 + n * 11 % 190 for n in range(1000)], 8, timeout_s=60.0, ignore_eos=True)
 
-    usual: dict[str, Any] = {"users": 4, "duration_s": 6.0, "output_tokens": 30, "options": {"histogram": "280-290:1"}}
+    usual: dict[str, Any] = {"users": 4, "duration_s": 6.0, "output_tokens": 60, "options": {"histogram": "280-290:1"}}
     calm = measured(tight, tmp_path / "calm", "normal", **usual)
     assert causes(calm) == {"campaign-day"}
     assert number(calm, "usage.peak") < 0.9
