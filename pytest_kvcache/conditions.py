@@ -79,6 +79,22 @@ class Group:
 
 
 Condition = Limit | Group
+
+
+def limits_in(condition: Condition) -> Iterator[Limit]:
+    """Yield the single comparisons of a condition, in the order in which they are written."""
+    if isinstance(condition, Limit):
+        yield condition
+        return
+    for part in condition.parts:
+        yield from limits_in(part)
+
+
+def joined_by_and(condition: Condition) -> tuple[Condition, ...]:
+    """Return the conditions that must all hold for this one to hold; itself, where it is not several joined by ``and``."""
+    return condition.parts if isinstance(condition, Group) and condition.word == "and" else (condition,)
+
+
 Lookup = Callable[[Limit], Value]
 
 

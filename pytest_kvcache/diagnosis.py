@@ -133,23 +133,15 @@ def _watched(arguments: argparse.Namespace, settings: Settings, rules: Sequence[
     from pytest_kvcache.analysis.findings import find_in
     from pytest_kvcache.analysis.timeline import analyse
     from pytest_kvcache.engines import imported
-    from pytest_kvcache.inspection import time_of
+    from pytest_kvcache.inspection import prometheus_of, time_of
     from pytest_kvcache.observe.passing import past_run, watch_run
-    from pytest_kvcache.observe.prometheus import Prometheus
     from pytest_kvcache.server.endpoint import parse_endpoint
 
     if arguments.prometheus:
         at = time_of(arguments.at)
         end = time.time() if at is None else at
         length, step = units.parse_seconds(arguments.window or "10m"), units.parse_seconds(arguments.step)
-        with Prometheus(
-            arguments.prometheus,
-            arguments.selector,
-            api_key_env=arguments.prometheus_api_key_env,
-            ca=settings.ca,
-            proxy=settings.proxy,
-            timeout_s=max(settings.scrape_timeout_s, 30.0),
-        ) as server:
+        with prometheus_of(arguments, settings) as server:
             run = past_run(server, scratch, end - length, end, step, arguments.cards)
         subject = f"{len(run.record.endpoints)} targets in Prometheus, {length:g} s until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(end))}"
     else:

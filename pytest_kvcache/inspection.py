@@ -73,16 +73,21 @@ def _print(found: Inspection, machine: bool) -> int:
     raise CannotJudge(clean(found.why, 1500) + notes, hint="paste /metrics, or name the engine: --engine vllm; a start-up log helps as well")
 
 
-def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
-    at = time_of(arguments.at)
-    with Prometheus(
+def prometheus_of(arguments: argparse.Namespace, settings: Settings) -> Prometheus:
+    """Return the Prometheus server that a command line names, with its selector and key. Raises UsageError."""
+    return Prometheus(
         arguments.prometheus,
         arguments.selector,
         api_key_env=arguments.prometheus_api_key_env,
         ca=settings.ca,
         proxy=settings.proxy,
         timeout_s=max(settings.scrape_timeout_s, 30.0),
-    ) as server:
+    )
+
+
+def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
+    at = time_of(arguments.at)
+    with prometheus_of(arguments, settings) as server:
         end = time.time() if at is None else at
         if not arguments.window:
             fleet = server.snapshot(end)

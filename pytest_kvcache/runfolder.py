@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ class Run:
         return list(read_lines(self.folder / "agreement.jsonl", AgreementRow))
 
 
+_Record = TypeVar("_Record", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()
 
 
@@ -109,17 +110,22 @@ def read_run(folder: Path) -> Run:
     except OSError as error:
         raise CannotJudge(f"no Run is here: {error.strerror or error}", where=str(path), hint="name a folder that holds run.json") from None
     try:
-        raw = msgspec.json.decode(data)
-        version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if version != SCHEMA_VERSION:
-            raise UnknownSchema(
-                f"cannot judge: this record has schema version {version!r}, and this build reads version {SCHEMA_VERSION}",
-                where=str(path),
-                hint="install the pytest-kvcache that wrote it, or measure again",
-            )
-        return Run(folder, msgspec.convert(raw, RunRecord))
+        return Run(folder, decode_record(data, RunRecord, path, "cannot judge: this record"))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CannotJudge(f"run.json cannot be read: {str(error)[:200]}", where=str(path), hint="measure again") from None
+
+
+def decode_record(data: bytes, kind: type[_Record], path: Path, what: str) -> _Record:
+    """Return the record of a file with a schema version. Raises UnknownSchema, which begins with ``what``, and msgspec's DecodeError."""
+    raw = msgspec.json.decode(data)
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UnknownSchema(
+            f"{what} has schema version {repr(version)[:40]}, and this build reads version {SCHEMA_VERSION}",
+            where=str(path),
+            hint="install the pytest-kvcache that wrote it, or measure again",
+        )
+    return msgspec.convert(raw, kind)
 
 
 def read_runs(session: Path) -> list[Run]:

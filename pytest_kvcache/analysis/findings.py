@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache import units
 from pytest_kvcache.analysis.own_words import in_own_words
 from pytest_kvcache.analysis.three import beside
-from pytest_kvcache.conditions import INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Group, Limit, Lookup, evaluate, parse
+from pytest_kvcache.conditions import INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Limit, Lookup, evaluate, joined_by_and, limits_in, parse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import KNOWN, QUANTITIES, Missing, Reading, Value
 
@@ -65,7 +65,7 @@ class Rule:
     @property
     def limits(self) -> list[Limit]:
         """The single comparisons of the condition."""
-        return list(_limits(self.when))
+        return list(limits_in(self.when))
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,6 @@ class Findings:
     def shown(self) -> tuple[Finding, ...]:
         """The gravest, at most ``MOST_SHOWN``."""
         return self.found[:MOST_SHOWN]
-
-
-def _limits(condition: Condition) -> Iterator[Limit]:
-    if isinstance(condition, Limit):
-        yield condition
-        return
-    for part in condition.parts:
-        yield from _limits(part)
 
 
 @cache
@@ -289,9 +281,8 @@ def _holds(rule: Rule, lookup: Lookup, before: Lookup | None) -> tuple[str, str]
     outcome = evaluate(rule.when, lookup, before)
     if outcome.verdict != PASS:
         return outcome.verdict, outcome.text
-    parts = rule.when.parts if isinstance(rule.when, Group) and rule.when.word == "and" else (rule.when,)
-    for part in parts:
-        if evaluate(part, lookup, before).verdict == NOT_APPLICABLE and not {limit.name for limit in _limits(part)} <= set(rule.spare):
+    for part in joined_by_and(rule.when):
+        if evaluate(part, lookup, before).verdict == NOT_APPLICABLE and not {limit.name for limit in limits_in(part)} <= set(rule.spare):
             return NOT_APPLICABLE, outcome.text
     return PASS, outcome.text
 

@@ -10,9 +10,8 @@ import dataclasses
 
 from pytest_kvcache.engines._dialect import Series
 from pytest_kvcache.engines._state import RawState
+from pytest_kvcache.engines.ray_vllm import UNBORN
 from pytest_kvcache.engines.sglang import DIALECT as SGLANG
-
-_UNBORN = "Ray shows a counter only after its first event"
 
 
 def _claims(raw: RawState) -> bool:
@@ -31,7 +30,7 @@ DIALECT = dataclasses.replace(
         **SGLANG.reads,
         "preemptions": Series(
             ("sglang:num_retracted_requests_total", "sglang:num_retracted_requests"),
-            unborn=_UNBORN,
+            unborn=UNBORN,
             alive=("sglang:num_running_reqs", "sglang:num_queue_reqs"),
         ),
     },

@@ -13,7 +13,7 @@ from pytest_kvcache.engines._state import RawState
 from pytest_kvcache.engines.vllm import DIALECT as VLLM
 from pytest_kvcache.engines.vllm import HITS, QUERIES
 
-_UNBORN = "Ray shows a counter only after its first event"
+UNBORN = "Ray shows a counter only after its first event"
 
 
 def _claims(raw: RawState) -> bool:
@@ -34,10 +34,10 @@ DIALECT = dataclasses.replace(
         # The engine's gauges are of the same registry: where they are told, a counter that is not there has had no event.
         "preemptions": Series(
             ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-            unborn=_UNBORN,
+            unborn=UNBORN,
             alive=("vllm:num_requests_running", "vllm:num_requests_waiting"),
         ),
         # Looked up and never found: the counter of lookups is there, that of hits is not yet.
-        "prefix_hits": Series(HITS, unborn=_UNBORN, alive=QUERIES[:1]),
+        "prefix_hits": Series(HITS, unborn=UNBORN, alive=QUERIES[:1]),
     },
 )

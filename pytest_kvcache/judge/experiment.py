@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from pytest_kvcache.errors import CannotJudge, UnknownSchema, UsageError
+from pytest_kvcache.errors import CannotJudge, UsageError
 from pytest_kvcache.records import SCHEMA_VERSION, ExperimentRecord
-from pytest_kvcache.runfolder import write_atomic
+from pytest_kvcache.runfolder import decode_record, write_atomic
 
 FILE = "experiment.json"
 SIDES = ("before", "after")
@@ -64,15 +64,7 @@ def read(folder: Path) -> ExperimentRecord | None:
     """Return the experiment of a session's folder, None where it holds none. Raises CannotJudge, UnknownSchema."""
     path = folder / FILE
     try:
-        raw = msgspec.json.decode(path.read_bytes())
-        version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if version != SCHEMA_VERSION:
-            raise UnknownSchema(
-                f"cannot go on: this experiment has schema version {version!r}, and this build reads version {SCHEMA_VERSION}",
-                where=str(path),
-                hint="install the pytest-kvcache that wrote it, or measure again",
-            )
-        return msgspec.convert(raw, ExperimentRecord)
+        return decode_record(path.read_bytes(), ExperimentRecord, path, "cannot go on: this experiment")
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:

@@ -26,7 +26,7 @@ import msgspec
 
 from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
-from pytest_kvcache.conditions import INCONCLUSIVE, PASS, Condition, Group, Limit, from_limits, parse
+from pytest_kvcache.conditions import INCONCLUSIVE, PASS, Condition, Limit, from_limits, joined_by_and, limits_in, parse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.judge import gates, stats
 from pytest_kvcache.judge.quality import quality_not_worse
@@ -53,7 +53,7 @@ class Threshold:
     @property
     def limits(self) -> list[Limit]:
         """The single comparisons of the condition."""
-        return list(_limits(self.condition))
+        return list(limits_in(self.condition))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,6 @@ class Thresholds:
     def need_baseline(self) -> bool:
         """Whether a line compares with the baseline."""
         return any(limit.relative for line in self.lines for limit in line.limits)
-
-
-def _limits(condition: Condition) -> Iterator[Limit]:
-    if isinstance(condition, Limit):
-        yield condition
-        return
-    for part in condition.parts:
-        yield from _limits(part)
 
 
 def read_thresholds(path: Path) -> Thresholds:
@@ -136,7 +128,7 @@ def _split(text: str, level: str, profile: str, where: str) -> Iterator[Threshol
         condition = parse(text)
     except UsageError as error:
         raise UsageError(error.what, where=where, hint=error.hint) from None
-    for part in condition.parts if isinstance(condition, Group) and condition.word == "and" else (condition,):
+    for part in joined_by_and(condition):
         yield Threshold(part, level, profile, where)
 
 

@@ -6,19 +6,17 @@ that the session runs in on the path, is called as ``NAME(answer, item)``, and w
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from pytest_kvcache.quality.child import Child
 from pytest_kvcache.quality.graders import LONGEST_ANSWER
 
 if TYPE_CHECKING:
@@ -43,13 +41,11 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         raise ValueError(f"not a JSON Schema: {error.message[:200]}") from None
 
 
-class MarkingProcess:
+class MarkingProcess(Child):
     """Marks answers one at a time, each within ``limit_s`` seconds. Started at the first use; safe to use from several threads."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._limit_s = limit_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(limit_s)
 
     def mark(self, item: Item, answer: str) -> tuple[bool, str]:
         """Return (passed, why there is no mark): "" where it was marked."""
@@ -77,28 +73,6 @@ class MarkingProcess:
         self._process = process
         _line(process, START_S)
         return process
-
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        process.wait(timeout=10)
-
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._stop()
-
-    def __enter__(self) -> MarkingProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:

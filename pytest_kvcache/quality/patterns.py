@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import subprocess
 import sys
-import threading
-from types import TracebackType
 
+from pytest_kvcache.quality.child import Child
 from pytest_kvcache.quality.graders import LONGEST_ANSWER
 
 TIME_LIMIT_S = 2.0
@@ -26,13 +24,11 @@ for line in sys.stdin:
 """
 
 
-class PatternProcess:
+class PatternProcess(Child):
     """Searches patterns within a time limit each. Started at the first use; safe to use from several threads; close it, or use ``with``."""
 
     def __init__(self, limit_s: float = TIME_LIMIT_S) -> None:
-        self._limit_s = limit_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(limit_s)
 
     def search(self, pattern: str, text: str) -> bool | None:
         """Return whether the pattern is found in the text; None where it did not finish in time."""
@@ -57,25 +53,3 @@ class PatternProcess:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         return self._process.stdout.read(1) if ready else b""
-
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        process.wait(timeout=10)
-
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._stop()
-
-    def __enter__(self) -> PatternProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
-from pytest_kvcache.conditions import Condition, Limit, parse
+from pytest_kvcache.conditions import Limit, limits_in, parse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.judge.search import Level, Probe, levels_of
 from pytest_kvcache.judge.search_file import SearchRecord, read_search
@@ -43,14 +43,9 @@ def level_name(level: float, axis: str) -> str:
     return f"{level:,.10g} users" if axis == "users" else f"{level:,.4g} requests/s"
 
 
-def limits_of(condition: Condition) -> list[Limit]:
-    """Return the single comparisons of a condition."""
-    return [condition] if isinstance(condition, Limit) else [limit for part in condition.parts for limit in limits_of(part)]
-
-
 def _condition(record: SearchRecord) -> list[Limit]:
     try:
-        return limits_of(parse(record.until))
+        return list(limits_in(parse(record.until)))
     except UsageError:
         return []
 

@@ -14,9 +14,9 @@ from pytest_kvcache import units
 from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
 from pytest_kvcache.judge import wording
 from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import SCHEMA_VERSION, GateRecord, ValueRecord, VerdictRecord
+from pytest_kvcache.records import GateRecord, ValueRecord, VerdictRecord
 from pytest_kvcache.report.escape import clip, plain
-from pytest_kvcache.runfolder import read_runs
+from pytest_kvcache.runfolder import decode_record, read_runs
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
@@ -80,15 +80,7 @@ def read_verdict(folder: Path) -> VerdictRecord:
     """Return the verdict of a session folder. Raises CannotJudge where there is none, UnknownSchema where it is of another layout."""
     path = folder / "verdict.json"
     try:
-        raw = msgspec.json.decode(path.read_bytes())
-        version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if version != SCHEMA_VERSION:
-            raise UnknownSchema(
-                f"cannot judge: this verdict has schema version {str(version)[:40]}, and this build reads version {SCHEMA_VERSION}",
-                where=str(path),
-                hint="install the pytest-kvcache that wrote it, or measure again",
-            )
-        return msgspec.convert(raw, VerdictRecord)
+        return decode_record(path.read_bytes(), VerdictRecord, path, "cannot judge: this verdict")
     except OSError as error:
         raise CannotJudge(
             f"no session is here: {error.strerror or error}", where=str(path), hint="name a session folder; it holds verdict.json"
