@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache import __version__, diagnosis, gating, options, planning, qualifying, searching
+from pytest_kvcache import __version__, diagnosis, gating, options, planning, qualifying, searching, wasting
 from pytest_kvcache.errors import KvError, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ LOAD = (
     "keep_text",
 )  # fmt: skip
 OUTPUT = ("reports", "name")
+FINDINGS = ("rules", "reserves")
 BOUNDS = ("max_usage", "min_free")
 JUDGE = (
     "usage_margin", "ttft_margin", "throughput_margin", "rare_margin", "quality_min", "quality_margin", "quality_items", "quality_pressure",
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("demo", _demo, "the whole story on the embedded engine: f16 against q4_0 KV under the same load, in about a minute", ("reports",))
     add("probe", _probe, "send one request close to the longest that the server takes, and show the three numbers", SERVER, PROBE, OUTPUT)
     load = add(
-        "load", _load, "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)", SERVER, LOAD, BOUNDS, OUTPUT
+        "load", _load, "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)", SERVER, LOAD, BOUNDS, OUTPUT, FINDINGS
     )
     options.add_cli_options(load.add_argument, ("sweep", "windows"))
     load.add_argument("profile", nargs="?", help="name of a shipped profile, or path of a Locust file")
@@ -82,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         LOAD,
         JUDGE,
         OUTPUT,
+        FINDINGS,
     )
     options.add_cli_options(compare.add_argument, ("before", "after"))
     compare.add_argument("folders", nargs="*", metavar="FOLDER", help="two session folders or saved baselines: before, after")
@@ -91,13 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
         "gate",
         _gate,
         "judge stored Runs by a file of thresholds (kvgate.toml), against a baseline where one is named",
-        (*JUDGE, "thresholds", "baseline", "expect_change", "on_inconclusive"),
+        (*JUDGE, "thresholds", "baseline", "expect_change", "on_inconclusive", "rules"),
         OUTPUT,
     )
     gating.add_gate_arguments(gate)
     qualifying.add_arguments(add("quality", qualifying.run_quality, "judge the answers of two sides item by item, also of lm-evaluation-harness"))
     found = add(
-        "search", _search, "find the largest number of users, or rate (--rate), at which a condition does not come true", SERVER, LOAD, OUTPUT
+        "search", _search, "find the largest number of users, or rate (--rate), at which a condition does not come true", SERVER, LOAD, OUTPUT, FINDINGS
     )
     options.add_cli_options(found.add_argument, ("model_config",))
     searching.add_arguments(found)
@@ -139,7 +141,9 @@ def build_parser() -> argparse.ArgumentParser:
     planning.add_arguments(plan)
     help = "say whether a percentage is real: three reconciliations and findings of a Run, of a server in passing, or of a past window"
     diagnosis.add_arguments(add("diagnose", diagnosis.run_diagnose, help, diagnosis.OPTIONS))
-    report = add("report", _report, "make report.html and summary.md of a session folder again")
+    help = "say what padding, buckets and pages would waste on the requests of a file (rows, traces, histograms) or of a Run"
+    wasting.add_arguments(add("waste", wasting.run_waste, help, ("reports",)))
+    report = add("report", _report, "make report.html, summary.md and the findings of a session folder again", ("rules",))
     report.add_argument("folder", metavar="FOLDER")
     report.add_argument("--export", nargs=2, metavar=("llm-d", "OUT"), help="write its Runs as benchmark reports of llm-d (format 0.2) as well")
     engine = add("engine", _engine, "install, list or remove the engines that this package can run itself")
@@ -323,12 +327,16 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from pytest_kvcache.analysis.own_rules import keep_rules, rule_set
     from pytest_kvcache.report.terminal import summary
-    from pytest_kvcache.report.write import build_view, write_view
+    from pytest_kvcache.report.write import build_view, with_findings, write_view
 
+    rules = options.settings_from(arguments).rules
     if arguments.export and arguments.export[0] != "llm-d":
         raise UsageError(f"no export is called {arguments.export[0][:40]!r}", hint="--export llm-d OUT.json")
-    view = build_view(Path(arguments.folder))
+    view = build_view(Path(arguments.folder), rules)
+    keep_rules(view.folder, rule_set(rules))
+    view = with_findings(view)
     path = write_view(view)
     print(summary(view, color=sys.stdout.isatty()))
     print(path)

@@ -63,7 +63,7 @@ def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analy
         versions=version_facts(first.engine, first.engine_version) if first else {},
         machine=machine_facts(),
     )
-    write_session(session.folder, record, list(before), list(after))
+    record = write_session(session.folder, record, list(before), list(after), session.rules)
     if settings.save:
         save_baseline(session.folder, Path(settings.reports), settings.save)
     return record

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     "engine", "engine_from", "model", "header", "api_key_env", "metrics_api_key_env", "ca", "proxy", "scrape_timeout_s", "sample_hz", "metrics_url",
-    "dcgm_url", "allow_destructive_reads", "reports",
+    "dcgm_url", "allow_destructive_reads", "reports", "rules", "reserves",
 )  # fmt: skip
 WATCH_HZ = 2.0
 """Looks a second at a server in passing, where the user names no rate: a guest reads seldom."""
@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at", default="", metavar="TIME", help="end of the past window: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
     add("--step", default="15s", metavar="DURATION", help="time between two points of it [default: 15s]")
     add("--baseline", default="", metavar="NAME|PATH", help="the Runs that rules of change compare with")
-    add("--rules", action="append", default=[], metavar="FILE", help="more rules (TOML); one with the id of ours replaces it; repeatable")
     add("--json", action="store_true", help="print JSON, with what could not be looked at and why")
 
 
@@ -85,7 +84,7 @@ def diagnose(arguments: argparse.Namespace, settings: Settings) -> Diagnosis:
     from pytest_kvcache.analysis.findings import rules_with
     from pytest_kvcache.errors import UsageError
 
-    rules = rules_with(*arguments.rules)
+    rules = rules_with(*settings.rules)
     urls = [name for name in arguments.sources if _is_url(name)]
     if arguments.prometheus and arguments.sources:
         raise UsageError("--prometheus and a Run or URL exclude each other", hint="one source at a time")
@@ -106,13 +105,21 @@ def diagnose(arguments: argparse.Namespace, settings: Settings) -> Diagnosis:
 
 
 def _stored(arguments: argparse.Namespace, settings: Settings, rules: Sequence[Any]) -> Diagnosis:
+    import msgspec
+
+    from pytest_kvcache.analysis.own_rules import kept_rules, rule_set
     from pytest_kvcache.analysis.timeline import analyse
     from pytest_kvcache.judge.baseline import load_baseline
     from pytest_kvcache.report.model import at_peak
     from pytest_kvcache.runfolder import read_runs
 
     reports = Path(settings.reports)
-    runs = [run for name in arguments.sources for run in load_baseline(name, reports)]
+    runs = [run for name in arguments.sources for run in load_baseline(name, reports, "Run, session or saved baseline")]
+    if settings.reserves != "auto":  # what the user says of the engine now wins over what the Run was measured with
+        stated = {"reserves": {"value": settings.reserves, "source": settings.sources.get("reserves", "call")}}
+        runs = [replace(run, record=msgspec.structs.replace(run.record, settings={**run.record.settings, **stated})) for run in runs]
+    kept = [path for name in arguments.sources for path in kept_rules(Path(name))]
+    rules = rule_set([*kept, *settings.rules]).rules if kept else rules
     if arguments.baseline:
         before = load_baseline(arguments.baseline, reports)
     else:  # a session that compared two sides holds its own

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvcache.analysis.holding import groups_of
+from pytest_kvcache.diskroom import give_back
 from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, KvError
 from pytest_kvcache.load.runner import LoadResult, run_load
 from pytest_kvcache.machine import machine_facts, version_facts
@@ -214,6 +215,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
     run = _keep_run(
         target,
         settings,
+        session,
         folder,
         before,
         id=run_id,
@@ -281,6 +283,7 @@ def measure_quality(target: Target, settings: Settings, session: Path, items: Se
     run = _keep_run(
         target,
         settings,
+        session,
         folder,
         before,
         id=run_id,
@@ -317,9 +320,15 @@ def _cut_short(raised: BaseException | None) -> list[str]:
     return [raised.what if isinstance(raised, KvError) else "interrupted before its end"]
 
 
-def _keep_run(target: Target, settings: Settings, folder: Path, before: Sequence[SnapshotRecord], **fields: Any) -> Run:
-    """Write run.json, with everything that is known of the side, and the server's log beside it; return the Run. Raises CannotWrite."""
-    _keep_log(target, folder)
+def _keep_run(target: Target, settings: Settings, session: Path, folder: Path, before: Sequence[SnapshotRecord], **fields: Any) -> Run:
+    """Write run.json, with everything that is known of the side, and the server's log beside it; return the Run.
+
+    On a full disk the room that the session holds back is used for it. Raises CannotWrite.
+    """
+    try:
+        _keep_log(target, folder)
+    except CannotWrite as error:
+        fields["problems"] = [*fields["problems"], f"the server's log is not kept: {error.what}"]
     first = before[0]
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
@@ -343,7 +352,12 @@ def _keep_run(target: Target, settings: Settings, folder: Path, before: Sequence
         provenance=dict(target.provenance),
         **fields,
     )
-    return write_run(folder, record)
+    try:
+        return write_run(folder, record)
+    except CannotWrite:
+        if not give_back(session):
+            raise
+        return write_run(folder, record)
 
 
 def _start_memory(target: Target) -> list[StartMemory]:

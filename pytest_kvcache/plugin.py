@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pytest_kvcache import hookspecs, options
-from pytest_kvcache.errors import KvError, UsageError
+from pytest_kvcache.errors import CannotWrite, KvError, UsageError
 from pytest_kvcache.fixtures import (
     kv_compare,
     kv_endpoint,
@@ -145,6 +145,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             mistake = state.judge_marks(item)
         except KvError as error:
             mistake = f"{type(error).__name__}: {error}"
+            _stop_if_nothing_can_be_written(item.session, error)
         if mistake:  # outside of the handler: a user's mistake is one message, without the chain of exceptions
             pytest.fail(mistake, pytrace=False)
     if judged and not any(gate.applicable for gate in judged):
@@ -153,7 +154,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
     """A user's mistake met while a fixture is set up is one message, not a traceback of ours."""
     try:
         return (yield)
@@ -161,7 +162,14 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
         if not fixturedef.argname.startswith("kv_"):
             raise
         mistake = f"{type(error).__name__}: {error}"
+        _stop_if_nothing_can_be_written(request.session, error)
     pytest.fail(mistake, pytrace=False)
+
+
+def _stop_if_nothing_can_be_written(session: pytest.Session, error: KvError) -> None:
+    """End the session after this test on a full disk: whatever else is measured would be lost, and each test would say so again."""
+    if isinstance(error, CannotWrite):
+        session.shouldfail = f"kvcache: {options.one_line(error.what.splitlines()[0])}"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -237,8 +245,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("KV cache")
     for line in summary(state.view, color=terminalreporter.hasmarkup).splitlines():
         terminalreporter.write_line(line)
-    for note in state.view.verdict.notes:
-        if "--kv-resume=" in note:
-            terminalreporter.write_line(note)
     if state.finish_note:
         terminalreporter.write_line(state.finish_note)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from pytest_kvcache.findingrecords import FindingRecord
 from pytest_kvcache.qualityrecords import AgreementRow, PressureRecord, QualityRow, QualitySummary
 from pytest_kvcache.quantities import Missing, Reading, Value
 
@@ -24,6 +25,7 @@ __all__ = [
     "CellRun",
     "ConfigChange",
     "ExperimentRecord",
+    "FindingRecord",
     "GateRecord",
     "GateVerdict",
     "GpuRow",
@@ -391,6 +393,7 @@ class VerdictRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     config_diff: list[ConfigChange] = []
     problems: list[str] = []
     notes: list[str] = []
+    findings: list[FindingRecord] = []
     deselected: list[str] = []
     repeat: list[str] = []
     versions: dict[str, str] = {}

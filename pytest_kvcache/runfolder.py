@@ -13,6 +13,7 @@ import msgspec
 
 from pytest_kvcache.errors import CannotJudge, CannotWrite, UnknownSchema
 from pytest_kvcache.records import SCHEMA_VERSION, AgreementRow, LoadLine, QualityRow, RequestRow, RunRecord, TelemetryRow
+from pytest_kvcache.userfiles import MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ def read_lines(path: Path, kind: Any) -> Iterator[Any]:
         return
     with file:
         for number, line in enumerate(file, start=1):
+            line = line.removeprefix(MARK) if number == 1 else line
             if not line.strip():
                 continue
             try:

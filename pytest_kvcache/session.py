@@ -16,23 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvcache.adopting import copy_runs, items_beside, planned_of
+from pytest_kvcache.analysis.own_rules import rule_set
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
 from pytest_kvcache.engines import Dialect, imported
-from pytest_kvcache.errors import CannotWrite, KvError, UsageError
+from pytest_kvcache.diskroom import give_back, hold_back, used_up
+from pytest_kvcache.errors import CannotWrite, KvError, LoadFailed, UsageError
 from pytest_kvcache.experimenting import Bench, Experiment, go_on
-from pytest_kvcache.judge.baseline import check_name, load_baseline
+from pytest_kvcache.foreseeing import foresee
 from pytest_kvcache.judge.compare import Comparison, compare
 from pytest_kvcache.load.runner import own_length, profile_path
 from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality
-from pytest_kvcache.opening import Servers, is_address
-from pytest_kvcache.quality.items import Item, read_items
-from pytest_kvcache.quality.pressure import read_pressures
+from pytest_kvcache.opening import Servers
+from pytest_kvcache.quality.items import Item
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, VerdictRecord
 from pytest_kvcache.runfolder import Run, read_runs
-from pytest_kvcache.server.endpoint import parse_endpoint
-from pytest_kvcache.server.launch import parse_command
 from pytest_kvcache.settings import Settings
 
 EMBEDDED_DEFAULT = "llamacpp"
@@ -54,6 +53,7 @@ class Session:
         lease: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.settings = settings
+        self.rules = rule_set(settings.rules)  # a file that cannot be meant is refused before anything else is done
         self.started_wall_s = time.time()
         self.plan: list[Planned] = []
         self.plan_quality = False
@@ -70,6 +70,7 @@ class Session:
         dialects = (*((imported(settings.engine_from),) if settings.engine_from else ()), *extra_dialects)
         self._servers = Servers(settings, dialects, provenance or {}, self._say)
         self._folder = Path(settings.resume) if settings.resume else folder
+        self._held = False
         self._id = secrets.token_hex(3)
         self._open = ExitStack()
         self._target: Target | None = None
@@ -97,6 +98,8 @@ class Session:
         """The session's folder, made at the first use. Raises CannotWrite."""
         if self._folder is None:
             self._folder = session_folder(self.settings, self._id)
+        if self._held:
+            return self._folder
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,6 +108,8 @@ class Session:
                 where=str(self._folder),
                 hint="check permissions and free space, or name another folder with --kv-reports",
             ) from None
+        hold_back(self._folder)
+        self._held = True
         return self._folder
 
     @property
@@ -199,30 +204,13 @@ class Session:
 
     def check(self) -> None:
         """Raise UsageError for whatever cannot be meant and can be known before a server is asked or started, CannotJudge for the baseline."""
-        settings = self.settings
         if self._checked:
             return
-        for planned in self.plan:
-            profile_path(planned.profile)
-        for url in settings.endpoint:
-            parse_endpoint(url, settings)
-        for text in (settings.launch, settings.before, settings.after):
-            if is_address(text):
-                parse_endpoint(text, settings)
-            elif text:
-                parse_command(text)
-                parse_endpoint("http://127.0.0.1:1", settings)  # its headers, keys and bodies
-        if settings.save:
-            check_name(settings.save)
-        read_pressures(settings.quality_pressure)
-        if settings.quality_items:
-            self._items = read_items(Path(settings.quality_items))
-        if settings.baseline:
-            self._baseline = load_baseline(settings.baseline, Path(settings.reports))
-        if settings.before:
+        self._items, self._baseline = foresee(self.settings, self.plan)
+        if self.settings.before:
             if not self.plan:  # the comparison alone was asked for
                 self.plan, self.plan_quality = [Planned("normal"), Planned("longctx")], True
-            self._experiment = Experiment(settings, self.plan, quality=self.plan_quality, id=self._id)
+            self._experiment = Experiment(self.settings, self.plan, quality=self.plan_quality, id=self._id)
         self._checked = True
 
     # -- measuring -------------------------------------------------------------------------------------------------
@@ -320,7 +308,23 @@ class Session:
         )
         self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, {target.variant or f'window {number + 1} of {window.of}'}")
         key = (*self._key(planned, number), *filter(None, [target.variant])) if keep else None
-        return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
+        with self._roomy():
+            return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
+
+    @contextmanager
+    def _roomy(self) -> Iterator[None]:
+        """Raise CannotWrite, once, where the disk is full after a measurement, whatever that measurement made of it."""
+        try:
+            yield
+        except (LoadFailed, CannotWrite):
+            if not used_up(self.folder):
+                raise
+        if used_up(self.folder):
+            raise CannotWrite(
+                f"no space is left where the session is written: nothing more is measured; of what was measured {len(self._runs)} Runs are kept",
+                where=str(self.folder),
+                hint="free space and measure again, or name another folder with --kv-reports",
+            )
 
     def sweep(self, command: str, variant: str, planned: Planned, windows: int) -> list[Run]:
         """Launch the command of one variant of a sweep, measure its windows and stop it; a server of this session is stopped before."""
@@ -335,7 +339,8 @@ class Session:
         if items is None:
             items = self.standard_items(target)
         self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
-        return measure_quality(target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
+        with self._roomy():
+            return measure_quality(target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
     def standard_items(self, target: Target) -> list[Item]:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""
@@ -390,6 +395,8 @@ class Session:
 
     def finish(self) -> VerdictRecord:
         """Write verdict.json, summary.md and report.html, save the baseline where asked, and return the verdict. Raises CannotWrite."""
+        if self._folder is not None:
+            give_back(self._folder)
         return conclude(self, self.before_analyses(), self.after_analyses())
 
     def close(self) -> None:
@@ -397,4 +404,6 @@ class Session:
         self._open.close()
         self._servers.close()
         self._target = None
+        if self._folder is not None:
+            give_back(self._folder)
         self.failure = self.failure or UsageError("the session is closed")

@@ -98,6 +98,13 @@ class Settings:
         group="load",
         metavar="PATH",
     )
+    reserves: str = _opt(
+        "auto",
+        "what the engine takes for a request beyond what it fills: nothing, its planned output, the length of the longest of its batch (padded batches), or both; "
+        "auto: what is known of the engine",
+        group="load",
+        choices=("auto", "nothing", "output", "longest", "longest-output"),
+    )
     reset_cache: bool = _opt(False, "allow the engine's own call that empties its prefix cache before a window", group="load")
     # observation
     sample_hz: float = _opt(10.0, "samples a second of the server's telemetry", group="observation")
@@ -155,6 +162,9 @@ class Settings:
     quality_tasks_dir: str = _opt("", "folder with lm-evaluation-harness tasks of your own", group="judgement", metavar="DIR")
     quality_tasks_limit: int = _opt(0, "documents of each such task; 0 asks all", group="judgement")
     thresholds: str = _opt("", "file of thresholds that the session is judged by (kvgate.toml)", group="judgement", metavar="FILE")
+    rules: tuple[str, ...] = _opt(
+        (), "more rules of findings (TOML); one with the id of ours replaces it; repeatable (docs/diagnose.md)", group="judgement", metavar="FILE"
+    )
     on_inconclusive: str = _opt("fail", "what an INCONCLUSIVE gate does to its test", group="judgement", choices=("fail", "pass"))
     save: str = _opt("", "keep this session's Runs as a baseline of that name", group="judgement", metavar="NAME")
     baseline: str = _opt("", "compare with a saved baseline (name or path) or a session folder", group="judgement", metavar="NAME|PATH")

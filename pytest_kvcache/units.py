@@ -38,9 +38,15 @@ def parse_seconds(text: str) -> float:
     return _parse(text, _SECONDS, "a duration", "1.5s")
 
 
+_HUGE = 1e15
+"""From here on no measurement of ours goes: a number that somebody sends all the same is shown by its power of ten."""
+
+
 def show_bytes(value_bytes: float) -> str:
     """Return bytes as ``"1.50 GiB"`` (powers of 1024)."""
     size = float(value_bytes)
+    if not abs(size) < _HUGE * 1024:
+        return f"{size:.3g} B"
     for name in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if name == "B" else f"{size:.2f} {name}"
@@ -50,8 +56,8 @@ def show_bytes(value_bytes: float) -> str:
 
 def show_seconds(value_s: float) -> str:
     """Return seconds as ``"1.25 s"`` or, under one second, ``"250 ms"``."""
-    if not math.isfinite(value_s):
-        return str(value_s)
+    if not abs(value_s) < _HUGE:
+        return f"{value_s:.3g} s" if math.isfinite(value_s) else str(value_s)
     if abs(value_s) < 0.0995:
         return f"{value_s * 1e3:.1f} ms"
     if abs(value_s) < 0.9995:
@@ -66,6 +72,8 @@ def show(value: float | str | bool, unit: str) -> str:
     if not math.isfinite(value):
         return str(value)
     value += 0.0  # a zero below zero is a zero
+    if unit == "ratio" and abs(value) >= _HUGE:
+        return f"{value * 100:.3g} %" if abs(value) < 1e300 else f"{value:.3g}"
     if unit == "ratio":
         # a small share is not none: 0.0001 is 0.01 %
         return f"{value * 100:.1f} %" if value == 0 or abs(value) >= 0.0005 else f"{value * 100:.2g} %"
@@ -73,5 +81,5 @@ def show(value: float | str | bool, unit: str) -> str:
         return show_bytes(value)
     if unit == "s":
         return show_seconds(value)
-    number = f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
+    number = f"{value:.3g}" if abs(value) >= _HUGE else f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
     return f"{number} {unit.removesuffix('s') if number == '1' and unit.isalpha() else unit}".strip()

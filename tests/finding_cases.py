@@ -122,6 +122,16 @@ def busy(usage: float, running: float, waiting: float, **more: Any) -> dict[str,
     return {"usage": usage, "used_blocks": float(used), "free_blocks": float(USABLE - used), "running": running, "waiting": waiting, **more}
 
 
+def hung(prompt: int, length_s: float = 18.0) -> list[RequestRow]:
+    """Return one request that got no token until its client gave up."""
+    row = request(0, 0.0, prompt=prompt, output=8, length_s=length_s)
+    return [msgspec.structs.replace(row, outcome="timeout", first_token_s=None, completion_tokens=0, chunks=0)]
+
+
+def nothing_runs() -> dict[str, Any]:
+    return {"usage": 0.0, "used_blocks": 0.0, "free_blocks": float(USABLE), "running": 0.0, "generation_tokens": 9.0, "prompt_tokens": 1.0}
+
+
 def padded(i: int) -> dict[str, Any]:
     """Every running request of the uneven batch holds the 128 blocks of the longest."""
     del i
@@ -216,6 +226,14 @@ CASES: dict[str, tuple[Case, Case]] = {
     "stuck-queue": (
         lambda folder: made(folder, (), busy(0.0, 0.0, 5.0, generation_tokens=100.0, prompt_tokens=10.0), seconds=20, hz=2),
         lambda folder: made(folder, (), lambda i: busy(0.0, 0.0, 5.0, generation_tokens=100.0 + i), seconds=20, hz=2),
+    ),
+    "never-admitted": (
+        lambda folder: made(folder, hung(3000), {**nothing_runs(), "waiting": 1.0}, seconds=20, hz=2),
+        lambda folder: made(folder, hung(3000), lambda i: {**nothing_runs(), "waiting": 1.0, "generation_tokens": 9.0 + i}, seconds=20, hz=2),
+    ),
+    "longer-than-the-pool": (
+        lambda folder: made(folder, before={"max_model_len": 2048}),
+        lambda folder: made(folder, before={"max_model_len": 2032}),
     ),
     "runaway-generation": (
         lambda folder: made(folder, (), climbing(0.0), seconds=20, hz=4, usable=4000),

@@ -14,9 +14,9 @@ import pytest_kvcache
 PACKAGE = Path(pytest_kvcache.__file__).parent
 # The order of the rooms: a module imports what stands before it, never what stands after it.
 ORDER = [
-    "errors", "units", "quantities", "qualityrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
-    "imports", "analysis", "judge", "report", "planned", "measure", "conclusion", "cards", "opening", "adopting", "importing", "experimenting", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
-    "inspection", "diagnosis", "qualifying", "gating", "searching", "planning", "demo", "cli", "suite",
+    "errors", "userfiles", "units", "quantities", "qualityrecords", "findingrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
+    "imports", "analysis", "judge", "report", "planned", "diskroom", "measure", "conclusion", "cards", "opening", "adopting", "importing", "experimenting", "foreseeing", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
+    "inspection", "diagnosis", "qualifying", "gating", "searching", "planning", "wasting", "demo", "cli", "suite",
 ]  # fmt: skip
 HEAVY = ("pandas", "numpy", "scipy", "matplotlib", "httpx", "pynvml", "msgspec", "prometheus_client", "jinja2", "rich", "locust", "gevent", "psutil")
 PYTEST_ROOMS = {"marks", "options", "fixtures", "hookspecs", "plugin", "suite"}

@@ -49,7 +49,7 @@ class Demand:
     missing: str = ""
 
 
-_NAMES = ("demand.peak", "demand.planned", "headroom")
+_NAMES = ("demand.peak", "demand.planned", "demand.largest", "headroom")
 
 
 def demand(
@@ -104,6 +104,7 @@ def demand(
         users = _users(record, frame)
         largest = max((one.needs for one in lanes), default=0.0)
         per_server = -(-users // max(len(servers), 1))
+        values["demand.largest"] = Reading(largest / usable, "ratio", f"our request log: {largest:,.0f} of {usable:,.0f} {seen.counts or 'blocks'}")
         values["demand.planned"] = (
             Reading(
                 largest * per_server / usable,
@@ -114,7 +115,7 @@ def demand(
             else Missing("the load names no number of users and no most in flight")
         )
     else:
-        values["demand.peak"] = values["demand.planned"] = no_pool
+        values["demand.peak"] = values["demand.planned"] = values["demand.largest"] = no_pool
     known = [one.headroom for one in lanes if isinstance(one.headroom, Reading)]
     values["headroom"] = min(known, key=Reading.number) if known else lanes[0].headroom if lanes else no_pool
     return Demand(seen.counts, usable, tuple(lanes), happened, values)

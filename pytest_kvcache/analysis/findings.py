@@ -20,6 +20,7 @@ from pytest_kvcache.analysis.three import beside
 from pytest_kvcache.conditions import INCONCLUSIVE, NOT_APPLICABLE, PASS, Condition, Limit, Lookup, evaluate, joined_by_and, limits_in, parse
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import KNOWN, QUANTITIES, Missing, Reading, Value
+from pytest_kvcache.userfiles import read_user_text
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
@@ -29,11 +30,12 @@ SEVERITIES = ("critical", "warning", "notice")
 MOST_SHOWN = 5
 FILES = ("memory", "payload", "pressure", "evidence")
 _TEXTS = ("id", "title", "when", "severity", "say", "symptom", "cause", "avoid", "reason")
-_LISTS = ("do", "measure", "spare")
+_LISTS = ("do", "measure", "spare", "instead_of")
 _NEEDED = ("id", "when", "say")
 _PLACE = re.compile(r"\{([^{}]*)\}")
 _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
-_LARGEST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
+"""Of a file of rules."""
 _MOST_RULES = 500
 _LONGEST_TEXT = 2000
 # Without a request log these are computed from nothing: what a server holds is then not ours, which says nothing about it.
@@ -44,7 +46,8 @@ NO_LOG = Missing("there is no request log beside these metrics: measure with pyt
 @dataclass(frozen=True)
 class Rule:
     """One rule. In ``say`` ``{usage.peak}`` is a number, ``{a|b}`` the first that is known, ``{baseline:x}`` the baseline's, and what stands in
-    ``[...]`` is left out where a number in it is not known. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule."""
+    ``[...]`` is left out where a number in it is not known. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule.
+    Where it speaks, the rules of ``instead_of``, which say the same less exactly, are silent."""
 
     id: str
     when: Condition
@@ -59,6 +62,7 @@ class Rule:
     avoid: str = ""
     reason: str = ""
     spare: tuple[str, ...] = ()
+    instead_of: tuple[str, ...] = ()
     condition: str = ""
     where: str = ""
 
@@ -137,33 +141,33 @@ def rules_with(*paths: str | Path) -> tuple[Rule, ...]:
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """Return the rules of a TOML file. Raises UsageError: the file, the rule, and what is known where a name or a unit is not."""
+    """Return the rules of a TOML file. Raises UsageError: the file, the rule and its key, and what is known where a name or a unit is not."""
+    return rules_in(read_user_text(path, "the rules", most_bytes=MOST_BYTES, hint="name a TOML file of [[rule]] tables; docs/diagnose.md"), str(path))
+
+
+def rules_in(text: str, where: str) -> tuple[Rule, ...]:
+    """Return the rules of a TOML text; ``where`` names its file in errors. Raises UsageError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"the rules cannot be read: {error.strerror or error}", where=str(path)) from None
-    if len(data) > _LARGEST_BYTES:
-        raise UsageError("a file of rules has at most 1 MiB", where=str(path))
-    try:
-        raw = tomllib.loads(data.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the rules are no TOML: {str(error)[:200]}", where=str(path)) from None
+        raw = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"the rules are no TOML: {str(error)[:200]}", where=where) from None
     tables = raw.get("rule")
     if set(raw) - {"rule"} or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise UsageError("a file of rules holds [[rule]] tables and nothing else", where=str(path), hint="docs/diagnose.md has an example")
+        raise UsageError("a file of rules holds [[rule]] tables and nothing else", where=where, hint="docs/diagnose.md has an example")
     if len(tables) > _MOST_RULES:
-        raise UsageError(f"{len(tables)} rules are too many", where=str(path), hint=f"at most {_MOST_RULES}")
-    rules = [_rule(table, f"{path}, rule {number}") for number, table in enumerate(tables, start=1)]
+        raise UsageError(f"{len(tables)} rules are too many", where=where, hint=f"at most {_MOST_RULES}")
+    rules = [_rule(table, f"{where}, rule {number}") for number, table in enumerate(tables, start=1)]
     seen: set[str] = set()
     for rule in rules:
         if rule.id in seen:
-            raise UsageError(f"two rules are called {rule.id!r}", where=str(path), hint="give each an id of its own")
+            raise UsageError(f"two rules are called {rule.id!r}", where=where, hint="give each an id of its own")
         seen.add(rule.id)
     return tuple(rules)
 
 
 def _rule(table: Mapping[str, Any], where: str) -> Rule:
+    if isinstance(table.get("id"), str) and table["id"]:
+        where = f"{where} ({table['id'][:80]})"
     known = {*_TEXTS, *_LISTS, "weight"}
     if strange := sorted(set(table) - known):
         raise UsageError(f"a rule has no key {strange[0]!r}", where=where, hint="known: " + ", ".join(sorted(known)))
@@ -172,9 +176,8 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
             raise UsageError(f"{name} is no text of at most {_LONGEST_TEXT} characters", where=where)
     if lacking := [name for name in _NEEDED if not table.get(name)]:
         raise UsageError(f"a rule needs {lacking[0]!r}", where=where, hint=f"needed: {', '.join(_NEEDED)}")
-    where = f"{where} ({table['id']})"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", table["id"]):
-        raise UsageError(f"{table['id'][:80]!r} is no id of a rule", where=where, hint="letters, digits, dashes, at most 64")
+        raise UsageError(f"id: {table['id'][:80]!r} is no id of a rule", where=where, hint="letters, digits, dashes, at most 64")
     lists: dict[str, tuple[str, ...]] = {}
     for name in _LISTS:
         value = table.get(name, [])
@@ -185,24 +188,22 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
         lists[name] = tuple(value)
     severity = table.get("severity", "warning")
     if severity not in SEVERITIES:
-        raise UsageError(f"{severity[:80]!r} is no severity", where=where, hint="known: " + ", ".join(SEVERITIES))
+        raise UsageError(f"severity: {severity[:80]!r} is no severity", where=where, hint="known: " + ", ".join(SEVERITIES))
     weight = table.get("weight", 50)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 100:
         raise UsageError("weight is a number from 0 to 100", where=where)
     try:
         when = parse(table["when"])
     except UsageError as error:
-        raise UsageError(error.what, where=where, hint=error.hint) from None
+        raise UsageError(f"when: {error.what}", where=where, hint=error.hint) from None
     places = [name.removeprefix("baseline:") for place in _PLACE.findall(table["say"]) for name in place.split("|")]
-    named = [*lists["measure"], *lists["spare"], *places]
-    for name in named:
-        if name not in KNOWN and name not in _TEXTUAL:
-            raise UsageError(f"unknown quantity {name[:80]!r}", where=where, hint="known: " + ", ".join(sorted({*KNOWN, *_TEXTUAL})))
+    for key, names in (("measure", lists["measure"]), ("spare", lists["spare"]), ("say", places)):
+        for name in names:
+            if name not in KNOWN and name not in _TEXTUAL:
+                raise UsageError(f"{key}: unknown quantity {name[:80]!r}", where=where, hint="known: " + ", ".join(sorted({*KNOWN, *_TEXTUAL})))
     texts: dict[str, str] = {name: table[name] for name in _TEXTS if name in table and name != "when"}
     texts.setdefault("title", table["id"])
-    return Rule(
-        when=when, condition=table["when"], weight=float(weight), where=where, measure=lists["measure"], do=lists["do"], spare=lists["spare"], **texts
-    )
+    return Rule(when=when, condition=table["when"], weight=float(weight), where=where, **lists, **texts)  # type: ignore[arg-type]
 
 
 _TEXTUAL = frozenset(name for name, quantity in QUANTITIES.items() if quantity.kind == "config" and not quantity.unit)
@@ -216,7 +217,8 @@ def find(analysis: Analysis, rules: Sequence[Rule] | None = None, baseline: Anal
     unseen: list[Unseen] = []
     folder = analysis.run.folder
     where = f"{folder.parent.name}/{folder.name}" if folder.parent.name == "runs" else folder.name
-    for rule in shipped_rules() if rules is None else rules:
+    chosen = shipped_rules() if rules is None else rules
+    for rule in chosen:
         verdict, text = _holds(rule, lookup, before)
         if verdict == PASS:
             named = _named(rule, analysis.run.record.engine)
@@ -224,8 +226,9 @@ def find(analysis: Analysis, rules: Sequence[Rule] | None = None, baseline: Anal
             found.append(replace(finding, beside=beside(analysis)) if "{usage." in rule.say else finding)
         elif verdict == INCONCLUSIVE:
             unseen.append(Unseen(rule.id, rule.title, _missing(rule, lookup, before), where))
-    found.sort(key=_order)
-    return Findings(tuple(found), tuple(unseen))
+    spoken = {one.id for one in found}
+    silent = {name for rule in chosen if rule.id in spoken for name in rule.instead_of}
+    return Findings(tuple(sorted((one for one in found if one.id not in silent), key=_order)), tuple(unseen))
 
 
 def _named(rule: Rule, engine: str) -> Rule:

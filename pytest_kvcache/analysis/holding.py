@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-RESERVES_OUTPUT = "output"
-RESERVES_LONGEST = "longest"
+RESERVES_OUTPUT = ("output", "longest-output")
+"""A request takes the room of its whole planned output when it starts."""
+RESERVES_LONGEST = ("longest", "longest-output")
+"""Every request of a batch takes what the longest of them takes: of all its tokens, or of its prompt where the output is reserved as well."""
 _GROUPING: Mapping[str, Engine] = {"vllm": "vllm", "nim": "vllm", "ray_vllm": "vllm"}
 
 
@@ -60,7 +62,8 @@ class Footprint:
     """What a request takes of the pool: the groups that draw from it, and ``block`` tokens a block as the engine shows it.
 
     An engine that counts tokens has blocks of 1. ``reserves`` says what is taken beyond what is filled: nothing, the whole planned
-    output from the start (``output``), or for each request the length of the batch's longest (``longest``: padded batches).
+    output from the start (``output``), for each request the length of the batch's longest (``longest``: padded batches), or that of the longest
+    prompt and the planned output (``longest-output``).
     """
 
     block: int
@@ -157,7 +160,7 @@ def footprint(record: RunRecord, counts: str, layout: Layout | None = None) -> F
     first = record.before[0] if record.before else None
     if not counts or first is None:
         return Missing("what the engine counts its pool in, blocks or tokens, is not known")
-    reserves = RESERVES_OUTPUT if dialect is not None and dialect.reserves_output else ""
+    reserves = reserves_of(record)
     size = first.value("block_size")
     if isinstance(size, Missing) or isinstance(size.value, str):
         return plain(1, reserves) if counts == "tokens" else Missing(f"the block size is not known: {getattr(size, 'reason', 'it is no number')}")
@@ -175,6 +178,16 @@ def footprint(record: RunRecord, counts: str, layout: Layout | None = None) -> F
             " the model has window or state layers, and which ones the Run does not say (--kv-model-config)"
         )
     return plain(block, reserves)
+
+
+def reserves_of(record: RunRecord) -> str:
+    """Return what a Run's engine takes for a request beyond what it fills: as the user said it (``--kv-reserves``), else as its dialect does."""
+    stated = record.settings.get("reserves")
+    said = stated.get("value") if isinstance(stated, dict) else None
+    if said in {*RESERVES_OUTPUT, *RESERVES_LONGEST, "nothing"}:
+        return "" if said == "nothing" else str(said)
+    dialect = DIALECTS.get(record.engine)
+    return dialect.reserves if dialect is not None else ""
 
 
 def _group(one: Mapping[str, int]) -> Group:

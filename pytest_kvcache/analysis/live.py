@@ -266,7 +266,7 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     most = np.where(before, prompt, most)
     possible = np.where(unsure, kept, high_s >= ours.sent[row])
     taken = tokens
-    if shape.reserves == RESERVES_OUTPUT:
+    if shape.reserves in RESERVES_OUTPUT:
         ahead = prompt + np.maximum(ours.planned[row], output)
         taken, fewest, most = np.where(steady, ahead, 0.0), ahead, ahead
     sliding = steady & (received >= 2)
@@ -291,8 +291,12 @@ def _sum(ours: _Ours, row: Any, at: Any, moments: Moments, shape: Footprint, sha
     taken_slots, kept_slots = add(likely) * shape.block, add(slots)
     reserved = add(shape.filled(taken) - slots)
     low, likely, high = add(low), add(likely), add(high)
-    if shape.reserves == RESERVES_LONGEST:
+    if shape.reserves in RESERVES_LONGEST:
         padding = np.maximum(answers * longest - total, 0.0)
+        if shape.reserves in RESERVES_OUTPUT:  # the output is reserved as it was planned, so that only prompts are padded
+            widest = np.zeros(count)
+            np.maximum.at(widest, at, np.where(steady, prompt, 0.0))
+            padding = np.maximum(answers * widest - add(np.where(steady, prompt, 0.0)), 0.0)
         reserved += padding
         likely, high = likely + padding / shape.block, high + padding / shape.block
         taken_slots += padding

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache.analysis.holding import Footprint
 from pytest_kvcache.analysis.ledger import GPU, CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, pool_of
+from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.prefixes import Prefixes
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.analysis.series import Series
@@ -156,10 +157,10 @@ def _still(seen: Seen) -> dict[str, Value]:
     """Return the longest time in which a server said that requests run, or wait, while no token was counted and none of ours was in flight."""
     import numpy as np
 
-    stale, stuck, held = 0.0, 0.0, 0.0
-    told = holds = False
+    stale, stuck, held, alone, most = 0.0, 0.0, 0.0, 0.0, 0.0
+    told = holds = roomy = False
     begun, ended = np.sort(seen.rows.sent_s), np.sort(seen.rows.end_s)
-    for one in seen.series:
+    for number, one in enumerate(seen.series):
         counters = [column for name in ("prompt_tokens", "generation_tokens") if np.isfinite(column := one.column(name)).any()]
         running, waiting = one.column("running"), one.column("waiting")
         live = np.searchsorted(begun, one.wall_s, side="right") - np.searchsorted(ended, one.wall_s, side="right")
@@ -176,6 +177,16 @@ def _still(seen: Seen) -> dict[str, Value]:
         stale = max(stale, _longest(one.wall_s, total, runs & ~waits & (live <= 0)))
         # a request that is put back and read again without an end is seen to run at one look and to wait at the next
         stuck = max(stuck, _longest(one.wall_s, total, waits | _put_back(one.column("preemptions"))))
+        if not np.isfinite(usage := one.column("usage")).any():
+            continue
+        roomy = True
+        # what the engine puts off for another reason (an adapter, a transfer) is not too large for it
+        put_off = np.nan_to_num(one.column("waiting_capacity"), nan=1.0) <= 0
+        hanging = _hanging(seen.rows, number, one.wall_s)
+        queue = np.maximum(np.where(put_off, 0.0, np.nan_to_num(waiting)), hanging)
+        lonely = (queue > 0) & (running <= 0) & (usage < FULL)
+        if (longest := _longest(one.wall_s, total, lonely)) > alone:
+            alone, most = longest, float(queue[lonely].max())
     lacking = Missing("the server tells no counters of tokens beside its gauges")
     return {
         "held.seconds": Reading(held, "s", "longest stretch of samples with nothing running or waiting and something held")
@@ -187,7 +198,26 @@ def _still(seen: Seen) -> dict[str, Value]:
         "stuck.seconds": Reading(stuck, "s", "longest stretch of samples with requests waiting or put back and no token counted")
         if told
         else lacking,
+        **_alone(alone, most, lacking if not told else None if roomy else Missing("the server does not tell its usage")),
     }
+
+
+def _alone(seconds: float, waiting: float, lacking: Missing | None) -> dict[str, Value]:
+    if lacking is not None:
+        return {"stuck.alone": lacking, "stuck.waiting": lacking}
+    return {
+        "stuck.alone": Reading(seconds, "s", "longest stretch of samples with requests waiting, none running, blocks free and no token counted"),
+        "stuck.waiting": Reading(waiting, "requests", "most that waited in such samples, by the gauge or by our own log"),
+    }
+
+
+def _hanging(rows: Rows, number: int, wall_s: Floats) -> Floats:
+    """Return how many requests of ours that never got a token were open on a server at each moment: not every engine counts them as waiting."""
+    import numpy as np
+
+    never = ~np.isfinite(rows.first_s) & (rows.endpoint == number) & ~rows.outcome_in(REFUSED)
+    begun, ended = np.sort(rows.sent_s[never]), np.sort(rows.end_s[never])
+    return np.asarray(np.searchsorted(begun, wall_s, side="right") - np.searchsorted(ended, wall_s, side="right"), dtype=np.float64)
 
 
 def _put_back(preemptions: Floats) -> Any:
@@ -277,6 +307,7 @@ def _room(seen: Seen) -> dict[str, Value]:
     import numpy as np
 
     rooms: list[float] = []
+    fits: list[float] = []
     reason: Missing | None = seen.shape if isinstance(seen.shape, Missing) else None
     for number, one in enumerate(seen.series):
         pressed = (one.wall_s >= seen.window.since_s) & (one.wall_s <= seen.window.until_s)
@@ -288,9 +319,12 @@ def _room(seen: Seen) -> dict[str, Value]:
             continue
         need = float(seen.shape.blocks(np.array([longest]))[0])
         if need > 0:
+            fits.append(pool / need)
             rooms.append(pool * (1.0 - min(_usual(seen, usage), 1.0)) / need)
-    found: dict[str, Value] = {"nearmax.room": Missing("no server was read inside the window") if reason is None else reason}
+    none = Missing("no server was read inside the window") if reason is None else reason
+    found: dict[str, Value] = {"nearmax.room": none, "nearmax.fits": none}
     if rooms:
+        found["nearmax.fits"] = Reading(min(fits), "requests", "pool over one request of max_model_len")
         found["nearmax.room"] = Reading(min(rooms), "requests", "pool less its mean level, over one request of max_model_len")
     used, running = seen.levels.columns[f"used_{seen.levels.counts or 'blocks'}"], seen.levels.columns["running"]
     block = seen.shape.block if isinstance(seen.shape, Footprint) else None

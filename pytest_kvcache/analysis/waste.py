@@ -12,12 +12,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import Missing, Reading, Value
 
 if TYPE_CHECKING:
@@ -28,19 +25,17 @@ BUCKETS = (256, 512, 1024, 2048, 4096)
 BEST = (2, 3, 4, 5)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LONGEST = 1 << 31
-_MOST_LINE = 32 << 20
-_WHOLE = ("length", "tokens", "total_tokens")
-_PROMPT = ("prompt_tokens", "input_tokens", "input_length", "input_len", "prompt_len", "num_prompt_tokens", "ContextTokens", "prompt_tokens_planned")
-_OUTPUT = ("completion_tokens", "output_tokens", "output_length", "output_len", "generated_tokens", "num_output_tokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How often each length in tokens occurs, shortest first; ``in_order`` are the lengths as they came, where that is known."""
+    """How often each length in tokens occurs, shortest first; ``in_order`` are the lengths as they came, where that is known,
+    ``notes`` what must be known to read them."""
 
     counts: Mapping[int, int] = field(default_factory=dict)
     source: str = ""
     in_order: Sequence[int] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def requests(self) -> int:
@@ -120,65 +115,6 @@ def lengths_of_rows(rows: Rows, refused: Sequence[str]) -> Lengths:
 def lengths_of(analysis: Analysis) -> Lengths:
     """Return the distribution of an Analysis, as it holds it."""
     return analysis.lengths
-
-
-def read_lengths(path: Path) -> Lengths:
-    """Return the distribution in a file: JSON Lines of numbers, of objects with token counts (requests.jsonl, traces), or one histogram
-    ``{"256": 15, "2048": 1}``. Raises UsageError with the number of a line that says no length, CannotJudge where the file cannot be read.
-    """
-    found: list[int] = []
-    counts: dict[int, int] = {}
-    decoder = msgspec.json.Decoder()
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    value = decoder.decode(line[:_MOST_LINE])
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise UsageError(f"this line is no JSON: {str(error)[:200]}", where=where, hint="one JSON value a line") from None
-                histogram = _histogram(value)
-                if histogram is not None:
-                    for length, count in histogram.items():
-                        counts[length] = counts.get(length, 0) + count
-                elif not (isinstance(value, dict) and value.get("kind") in {"start", "note", "end"}):
-                    length = _length(value, where)
-                    if length:
-                        found.append(length)
-    except OSError as error:
-        raise CannotJudge(f"the lengths cannot be read: {error.strerror or error}", where=str(path), hint="name a file of JSON Lines") from None
-    for length in found:
-        counts[length] = counts.get(length, 0) + 1
-    if not counts:
-        raise UsageError("no length is in this file", where=str(path), hint="one number or one object with token counts a line")
-    return Lengths(lengths(counts).counts, path.name, found if len(found) == sum(counts.values()) else ())
-
-
-def _histogram(value: Any) -> dict[int, int] | None:
-    if not isinstance(value, dict) or not value or not all(isinstance(key, str) and key.isdecimal() and len(key) < 11 for key in value):
-        return None
-    return {int(key): count for key, count in value.items()}
-
-
-def _length(value: Any, where: str) -> int:
-    """Return the length that one value states; 0 for a request that was refused before it held anything."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        parts = [value]
-    elif isinstance(value, dict):
-        one = next((value[name] for name in _WHOLE if isinstance(value.get(name), int)), None)
-        prompt = next((value[name] for name in _PROMPT if isinstance(value.get(name), int)), None)
-        output = next((value[name] for name in _OUTPUT if isinstance(value.get(name), int)), 0)
-        parts = [one] if one is not None else [prompt, output] if prompt is not None else []
-        if value.get("kind") == "request" and value.get("outcome") not in {"ok", "stopped_early", "cut_off", "clamped", "truncated", "timeout"}:
-            return 0
-    else:
-        parts = []
-    if not parts or any(isinstance(part, bool) or not 0 <= part <= LONGEST for part in parts) or not sum(parts):
-        known = ", ".join((*_WHOLE[:2], *_PROMPT[:4], *_OUTPUT[:3]))
-        raise UsageError(f"this line states no length: {str(value)[:80]}", where=where, hint=f"a number of tokens, or an object with {known}")
-    return sum(parts)
 
 
 def waste(

@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_kvcache.capacity.traffic import MOST_CONCURRENCY, MOST_LENGTHS, MOST_TOKENS, Lane, Traffic
 from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.userfiles import read_user_text
 
 _MOST_BYTES = 4 << 20
 _MOST_INPUTS = 1000
@@ -34,18 +35,10 @@ class Input:
 
 def read_document(path: Path) -> Any:
     """Return what a TOML (by its suffix) or JSON file holds. Raises UsageError."""
+    text = read_user_text(path, "it", most_bytes=_MOST_BYTES)
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"it cannot be read: {reason}", where=str(path)[:200]) from None
-    if len(data) > _MOST_BYTES:
-        raise UsageError(f"it is longer than {_MOST_BYTES >> 20} MiB", where=str(path)[:200])
-    try:
-        text = data.decode()
         return tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
-    except (ValueError, RecursionError) as error:  # json's and TOML's errors, and that of UTF-8
+    except (ValueError, RecursionError) as error:  # json's and TOML's errors
         kind = "TOML" if path.suffix.lower() == ".toml" else "JSON"
         raise UsageError(f"it is no {kind}: {str(error)[:200]}", where=str(path)[:200]) from None
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pytest_kvcache.engines._state import RawState, Sample
 
 Counts = Literal["blocks", "tokens"]
+Reserves = Literal["", "output", "longest", "longest-output"]
 Parse = Literal["number", "text", "flag"]
 
 # What Prometheus, its relabelling and Ray add to a series to say which server it came from.
@@ -189,8 +190,8 @@ class Dialect:
     that hold the labels of an info series, each with what stands before its labels there. Series whose names end in one of
     ``endings`` are kept as well: an engine whose users choose the prefix.
     ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
-    ``full_errors`` are words of the engine's errors that a request gets only when the pool is full. ``reserves_output``: a request takes
-    the room of its whole planned output when it starts. ``shares_prefixes``: live requests can hold one copy of the same leading blocks.
+    ``full_errors`` are words of the engine's errors that a request gets only when the pool is full. ``reserves`` says what a request takes
+    beyond what it fills: nothing, its whole planned output (``output``), the length of the longest of its batch (``longest``), or both. ``shares_prefixes``: live requests can hold one copy of the same leading blocks.
     ``generates_by_step``: its counter of generated tokens grows with every step, and not when requests end.
     """
 
@@ -209,7 +210,7 @@ class Dialect:
     server_labels: tuple[str, ...] = ()
     model_label: str = ""
     model_in_any_case: bool = False
-    reserves_output: bool = False
+    reserves: Reserves = ""
     shares_prefixes: bool = True
     generates_by_step: bool = False
     label_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -52,7 +52,7 @@ DIALECT = Dialect(
     counts="tokens",
     idle_cached_is_free=None,
     meaning=_MEANING,
-    reserves_output=True,
+    reserves="output",  # and with models that it must pad, also the longest prompt: nothing tells which those are
     server_labels=TARGET_LABELS,
     json_paths=(JsonPath("/info", sign=("model_id", "max_concurrent_requests", "max_total_tokens")),),
     version=JsonField("/info", ("version",), "text"),

@@ -75,8 +75,8 @@ def _copy(run: Run, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def load_baseline(name_or_path: str, reports: Path) -> list[Run]:
-    """Return the Runs of a baseline: a saved name, or the path of a session, a baseline or a single Run.
+def load_baseline(name_or_path: str, reports: Path, what: str = "baseline") -> list[Run]:
+    """Return the Runs of a baseline (``what`` it is called in errors): a saved name, or the path of a session, a baseline or a single Run.
 
     A saved name wins over a path of the same spelling. Of a session that compared two sides, the side after the change is the
     baseline. Raises UsageError that lists what is saved where there is neither, CannotJudge and UnknownSchema where a Run cannot be read.
@@ -89,7 +89,12 @@ def load_baseline(name_or_path: str, reports: Path) -> list[Run]:
     if not path.is_dir():
         saved = baselines(reports)
         listed = f"saved in {reports / FOLDER}: {', '.join(saved[:20])}" if saved else f"nothing is saved in {reports / FOLDER}"
-        raise UsageError(f"there is no baseline {name_or_path[:200]!r}, neither as a name nor as a path", hint=f"{listed}; --kv-save=NAME keeps one")
+        shown = repr(name_or_path[:200])
+        if path.is_file():
+            raise UsageError(f"{shown} is a file and no {what}", where=str(path), hint="inspect reads scrapes and logs, waste lengths and traces, gate results of other tools")
+        if what != "baseline":
+            raise UsageError(f"there is no {what} {shown}", hint=f"the folder of a session or of a Run, or a saved name ({listed})")
+        raise UsageError(f"there is no baseline {shown}, neither as a name nor as a path", hint=f"{listed}; --kv-save=NAME keeps one")
     if (path / "run.json").exists():
         return [read_run(path)]
     runs = read_runs(path)

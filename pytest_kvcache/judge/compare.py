@@ -88,7 +88,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
     verdict = worst(gate.verdict for gate in gates if gate.applicable and gate.level != "warn")
-    return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *limits], problems, spoilt)
+    return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *pools.unneeded(before, after), *limits], problems, spoilt)
 
 
 def _same(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:

@@ -7,12 +7,16 @@ and bytes are what is there.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pytest_kvcache import units
+from pytest_kvcache.analysis.three import beside
+from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import RunRecord
 
 _SAME = 0.02
+_NEEDED = 0.1
 _GIB = 1 << 30
 _BLOCK = 128
 _EXACT = 0.005
@@ -35,6 +39,29 @@ def notes(before: RunRecord, after: RunRecord) -> list[str]:
             less += " with another build: the smaller figure may be the right one, if the old pool went over its budget; the card's ledger tells"
         found.append(less)
     return found + _line(before, after)
+
+
+def unneeded(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[str]:
+    """Return what a larger pool is worth to a load that never used a tenth of the smaller one: nothing. Empty where that is not so, or not told."""
+    if not before or not after:
+        return []
+    sizes = [_number(name, side[0].run.record) for name in ("pool_tokens", "pool_blocks", "pool_bytes") for side in (before, after)]
+    grown = next(((old, new) for old, new in zip(sizes[::2], sizes[1::2], strict=True) if old and new), None)
+    if grown is None or grown[1] <= grown[0] * (1 + _SAME):
+        return []
+    tops = []
+    for side in (before, after):
+        known = [(value.number(), one) for one in side if isinstance(value := one.values.get("usage.peak"), Reading) and one.facts.loaded]
+        if not known:
+            return []
+        tops.append(max(known, key=lambda pair: pair[0]))
+    if max(top for top, _ in tops) >= _NEEDED:
+        return []
+    top, fullest = tops[0]
+    return [
+        f"the pool grew {grown[1] / grown[0]:.2f} times, and this load never used more than {units.show(top, 'ratio')} of the smaller one ({beside(fullest)}): "
+        f"below {_NEEDED * 100:g} % a saving of KV memory is worth nothing to it, so judge the change by what it cost (prefix hits, time to first token, quality)"
+    ]
 
 
 def _line(before: RunRecord, after: RunRecord) -> list[str]:

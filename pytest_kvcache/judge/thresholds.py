@@ -33,6 +33,7 @@ from pytest_kvcache.judge.quality import quality_not_worse
 from pytest_kvcache.judge.wording import beside, gate, missing
 from pytest_kvcache.quantities import KNOWN, Missing, Reading
 from pytest_kvcache.records import GateRecord, ValueRecord
+from pytest_kvcache.userfiles import read_user_text
 
 FILE_NAME = "kvgate.toml"
 LEVELS = ("fail", "warn")
@@ -73,12 +74,8 @@ class Thresholds:
 def read_thresholds(path: Path) -> Thresholds:
     """Return the thresholds of a TOML file. Raises UsageError: where it is not there or no TOML, and which line or key cannot be meant."""
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise UsageError("a file of thresholds of more than 1 MiB is none", where=str(path))
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"no thresholds: {error.strerror or error}", where=str(path), hint=f"name a TOML file such as {FILE_NAME}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raw = tomllib.loads(read_user_text(path, "the thresholds", most_bytes=_LARGEST_BYTES, hint=f"name a TOML file such as {FILE_NAME}"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"this is no TOML: {str(error)[:200]}", where=str(path), hint='a line is as in fail = ["usage.peak < 0.9"]') from None
     return _thresholds(raw, str(path))
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.userfiles import MARK
 
 MOONCAKE = "mooncake"
 TIMED = "timed_trace"
@@ -175,7 +176,7 @@ def _with_prefixes(requests: list[Recorded]) -> list[Recorded]:
 
 def _format_of(path: Path) -> str:
     with path.open("rb") as file:
-        head = file.read(65_536).lstrip(b"\xef\xbb\xbf \r\n\t")
+        head = file.read(65_536).removeprefix(MARK).lstrip()
     if not head:
         raise UsageError("the trace is empty", where=str(path))
     line = head.split(b"\n", 1)[0].decode("utf-8", "replace").lower()
@@ -202,6 +203,7 @@ def _rows(path: Path, form: str) -> Iterator[Recorded]:
 def _json_lines(path: Path) -> Iterator[Recorded]:
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE_LIMIT), b""), start=1):
+            line = line.removeprefix(MARK) if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -285,7 +287,7 @@ def _unix_s(text: str) -> float:
 def _sharegpt(path: Path, count: Callable[[str], int] | None) -> tuple[Iterator[Recorded], list[str]]:
     if path.stat().st_size > WHOLE_JSON_LIMIT:
         raise UsageError("the file is larger than 2 GiB", where=str(path), hint="take a part of it")
-    raw = path.read_bytes()
+    raw = path.read_bytes().removeprefix(MARK)
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -295,26 +297,31 @@ def _sharegpt(path: Path, count: Callable[[str], int] | None) -> tuple[Iterator[
             raise UsageError("the file is no JSON", where=str(path), hint="a list of conversations, or one a line") from None
     exact = count is not None and getattr(count, "exact", True)
     notes = [] if exact else ["the server counts no tokens of a text: the lengths of the trace are 4 tokens for 3 words"]
-    counted = count or (lambda text: max(1, round(len(text.split()) * 4 / 3)))
 
     def rows() -> Iterator[Recorded]:
         for one in found if isinstance(found, list) else ():
-            said = one.get("conversations") if isinstance(one, dict) else None
-            texts = [
-                (str(turn.get("from", turn.get("role"))), str(turn.get("value", turn.get("content")) or ""))
-                for turn in said or ()
-                if isinstance(turn, dict)
-            ]
-            while texts and texts[0][0] not in {"human", "user"}:
-                texts.pop(0)
-            pairs = (
-                [(ask[1], answer[1]) for ask, answer in zip(texts[::2], texts[1::2], strict=False) if ask[1] and answer[1]] if len(texts) > 1 else []
-            )
-            turns = tuple((counted(question), counted(answer)) for question, answer in pairs)
-            if turns:
+            if turns := turns_of(one, count or guessed_tokens):
                 yield Recorded(None, turns[0][0], turns[0][1], turns=turns)
 
     return rows(), notes
+
+
+def guessed_tokens(text: str) -> int:
+    """Return about how many tokens a text has, where nobody counts them: 4 for 3 words."""
+    return max(1, round(len(text.split()) * 4 / 3))
+
+
+def turns_of(conversation: Any, count: Callable[[str], int]) -> tuple[tuple[int, int], ...]:
+    """Return the tokens of each question and answer of one conversation of ShareGPT; what stands before the first question is left out."""
+    said = conversation.get("conversations") if isinstance(conversation, dict) else None
+    texts = [
+        (str(turn.get("from", turn.get("role"))), str(turn.get("value", turn.get("content")) or ""))
+        for turn in (said if isinstance(said, list) else ())
+        if isinstance(turn, dict)
+    ]
+    while texts and texts[0][0] not in {"human", "user"}:
+        texts.pop(0)
+    return tuple((count(ask[1]), count(answer[1])) for ask, answer in zip(texts[::2], texts[1::2], strict=False) if ask[1] and answer[1])
 
 
 def _block_of(requests: Iterable[Recorded]) -> int:

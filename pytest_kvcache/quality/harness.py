@@ -29,6 +29,7 @@ from pytest_kvcache.server.endpoint import Endpoint
 from pytest_kvcache.server.openai import API_PATHS
 from pytest_kvcache.server.startlog import redact
 from pytest_kvcache.settings import Settings
+from pytest_kvcache.userfiles import MARK
 
 PART = "lm-eval"
 LIMIT_S = 6 * 3600.0
@@ -167,7 +168,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     raise CannotJudge(f"more than {_MOST_ROWS:,} samples", where=str(file), hint="limit the documents")
                 if line.strip():
                     try:
-                        yield decoder.decode(line)
+                        yield decoder.decode(line.removeprefix(MARK) if number == 1 else line)
                     except (msgspec.DecodeError, UnicodeDecodeError):
                         raise CannotJudge(f"line {number} is no sample of lm-evaluation-harness", where=str(file), hint="run it again") from None
     except OSError as error:

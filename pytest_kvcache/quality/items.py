@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quality.graders import CHOICES, MATCHES, read_number
+from pytest_kvcache.userfiles import read_user_text
 
 if TYPE_CHECKING:
     from pytest_kvcache.server.endpoint import Endpoint
@@ -63,16 +64,8 @@ def read_items(path: Path) -> list[Item]:
     Raises UsageError that names the line: not JSON, a field missing, unknown or of a wrong type, an unknown match, a pattern that
     does not compile, an id used twice; or a file that is empty, too large or not there.
     """
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UsageError(f"the file is larger than {_LARGEST_FILE >> 20} MiB", where=str(path))
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UsageError(
-            f"the quality items cannot be read: {error.strerror or error}", where=str(path), hint="--kv-quality-items names a JSONL file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the quality items are not UTF-8 (byte {error.start})", where=str(path), hint="save the file as UTF-8") from None
+    text = read_user_text(path, "the quality items", most_bytes=_LARGEST_FILE, hint="--kv-quality-items names a JSONL file")
+    lines = text.split("\n")
     items: list[Item] = []
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

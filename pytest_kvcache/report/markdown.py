@@ -19,6 +19,7 @@ from pytest_kvcache.report.model import (
     show_interval,
     show_record,
     shown_verdict,
+    told_notes,
     warns,
     why,
 )
@@ -41,6 +42,8 @@ def summary(view: SessionView) -> str:
         "",
     ]
     lines += [markdown(why(verdict), 900), ""]
+    if notes := told_notes(verdict):
+        lines += [*(f"- Note: {markdown(note, 600)}" for note in notes), ""]
     subject = [f"{code(' '.join(part for part in (verdict.engine, verdict.engine_version) if part))}", code(verdict.model)]
     lines += [
         f"Measured on {', '.join(part for part in subject if part) or 'nothing'}."

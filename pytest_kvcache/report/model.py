@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pytest_kvcache import units
-from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
+from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema, UsageError
 from pytest_kvcache.judge import wording
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord, ValueRecord, VerdictRecord
@@ -19,6 +19,7 @@ from pytest_kvcache.report.escape import clip, plain
 from pytest_kvcache.runfolder import decode_record, read_runs
 
 if TYPE_CHECKING:
+    from pytest_kvcache.analysis.findings import Rule
     from pytest_kvcache.analysis.timeline import Analysis
 
 NOT_RUN = "not run"
@@ -29,7 +30,7 @@ _WORST_FIRST = {"FAIL": 0, "INVALID": 1, "INCONCLUSIVE": 2, "PASS": 3}
 class SessionView:
     """A session as the outputs read it. Where nothing was compared, ``before`` is empty and ``after`` holds the Analyses.
 
-    ``unread`` says which Runs could not be analysed, and why.
+    ``unread`` says which Runs could not be analysed, and why; ``rules`` are those that findings are made by (None: the shipped ones).
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class SessionView:
     before: Sequence[Analysis] = ()
     after: Sequence[Analysis] = ()
     unread: Sequence[str] = ()
+    rules: Sequence[Rule] | None = None
 
     @property
     def compared(self) -> bool:
@@ -91,16 +93,26 @@ def read_verdict(folder: Path) -> VerdictRecord:
         ) from None
 
 
-def build_view(folder: Path) -> SessionView:
-    """Return the view of a stored session folder (verdict.json and runs/), on any machine and without the server.
+def build_view(folder: Path, rules: Sequence[str | Path] = ()) -> SessionView:
+    """Return the view of a stored session folder (verdict.json, runs/ and its files of rules), on any machine and without the server.
 
-    A Run that cannot be analysed is named in ``unread`` and the others are kept. Raises CannotJudge, UnknownSchema.
+    ``rules`` are further files of rules. A Run that cannot be analysed, or a stored file of rules that this build does not read, is named in
+    ``unread`` and the others are kept. Raises CannotJudge, UnknownSchema, and UsageError for ``rules``.
     """
+    from pytest_kvcache.analysis.own_rules import kept_rules, rule_set
     from pytest_kvcache.analysis.timeline import analyse
 
     verdict = read_verdict(folder)
     sides: dict[str, list[Analysis]] = {"before": [], "after": []}
     unread: list[str] = []
+    rule_set(rules)
+    kept = []
+    for path in kept_rules(folder):
+        try:
+            rule_set([path])
+            kept.append(path)
+        except UsageError as error:
+            unread.append(plain(f"{path.parent.name}/{path.name}: {error.what}"))
     try:
         runs = read_runs(folder)
     except UnknownSchema:
@@ -113,7 +125,7 @@ def build_view(folder: Path) -> SessionView:
             sides["before" if run.record.side == "before" else "after"].append(analyse(run))
         except KvError as error:
             unread.append(plain(f"{run.folder.name}: {error.what}"))
-    return SessionView(folder, verdict, sides["before"], sides["after"], unread)
+    return SessionView(folder, verdict, sides["before"], sides["after"], unread, rule_set([*kept, *rules]).rules)
 
 
 def in_order(gates: Iterable[GateRecord]) -> list[GateRecord]:
@@ -157,6 +169,12 @@ def _list(texts: Sequence[str], most: int = 3) -> str:
     shown = "; ".join(clip(plain(text).rstrip(". "), 500) for text in texts[:most])
     more = len(texts) - most
     return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def told_notes(verdict: VerdictRecord, most: int = 12) -> list[str]:
+    """Return what must be known to read the verdict, each in one sentence; what already stands beside its word is left out."""
+    notes = [clip(plain(note), 500) for note in verdict.notes if note.strip() and not note.startswith(wording.SAME)]
+    return notes[:most] + ([f"and {len(notes) - most} more notes in verdict.json"] if len(notes) > most else [])
 
 
 def why(verdict: VerdictRecord) -> str:

@@ -22,6 +22,7 @@ from pytest_kvcache.report.model import (
     show_interval,
     show_record,
     shown_verdict,
+    told_notes,
     why,
 )
 from pytest_kvcache.report.model import three_numbers as _three_numbers
@@ -62,6 +63,8 @@ def summary(view: SessionView, *, color: bool, width: int = 100) -> str:
     badge = "  EMBEDDED engine, not a server of yours" if verdict.embedded else ""
     lines.append(_paint(word, word, color, bold=True) + (_BOLD + badge + _OFF if badge and color else badge))
     lines += textwrap.wrap(why(verdict), width, initial_indent="  ", subsequent_indent="  ")
+    for note in told_notes(verdict):
+        lines += textwrap.wrap(note, width, initial_indent="  note: ", subsequent_indent="        ", break_long_words=False, break_on_hyphens=False)
     lines.append(f"report: {plain(view.report, 1000)}")
     return "\n".join(lines)
 

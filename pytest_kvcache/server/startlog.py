@@ -75,7 +75,7 @@ def read_log_head(path: Path, limit_bytes: int = 8 << 20) -> str:
     """Return the first ``limit_bytes`` of a log as text; "" where it cannot be read."""
     try:
         with path.open("rb") as file:
-            return file.read(limit_bytes).decode("utf-8", "replace")
+            return file.read(limit_bytes).decode("utf-8-sig", "replace")
     except OSError:
         return ""
 
