@@ -65,7 +65,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("demo", _demo, "the whole story on the embedded engine: f16 against q4_0 KV under the same load, in about a minute", ("reports",))
     add("probe", _probe, "send one request close to the longest that the server takes, and show the three numbers", SERVER, PROBE, OUTPUT)
     load = add(
-        "load", _load, "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)", SERVER, LOAD, BOUNDS, OUTPUT, FINDINGS
+        "load",
+        _load,
+        "run a load profile into a Run and judge it, or print where a shipped profile lies (--path)",
+        SERVER,
+        LOAD,
+        BOUNDS,
+        OUTPUT,
+        FINDINGS,
     )
     options.add_cli_options(load.add_argument, ("sweep", "windows"))
     load.add_argument("profile", nargs="?", help="name of a shipped profile, or path of a Locust file")
@@ -99,7 +106,13 @@ def build_parser() -> argparse.ArgumentParser:
     gating.add_gate_arguments(gate)
     qualifying.add_arguments(add("quality", qualifying.run_quality, "judge the answers of two sides item by item, also of lm-evaluation-harness"))
     found = add(
-        "search", _search, "find the largest number of users, or rate (--rate), at which a condition does not come true", SERVER, LOAD, OUTPUT, FINDINGS
+        "search",
+        _search,
+        "find the largest number of users, or rate (--rate), at which a condition does not come true",
+        SERVER,
+        LOAD,
+        OUTPUT,
+        FINDINGS,
     )
     options.add_cli_options(found.add_argument, ("model_config",))
     searching.add_arguments(found)

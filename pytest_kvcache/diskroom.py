@@ -27,7 +27,9 @@ def hold_back(session: Path) -> None:
     except OSError as error:
         give_back(session)
         raise CannotWrite(
-            f"there is no room for a session: {error.strerror or error}", where=str(session), hint="free space, or name another folder with --kv-reports"
+            f"there is no room for a session: {error.strerror or error}",
+            where=str(session),
+            hint="free space, or name another folder with --kv-reports",
         ) from None
 
 
@@ -40,8 +42,8 @@ def give_back(session: Path) -> bool:
 
 
 def used_up(session: Path) -> bool:
-    """Return whether no room is left for a Run: what was held back had to be given back already, or the disk is full."""
+    """Return whether no room is left for a further Run; what was held back and is given back already counts as used."""
     try:
-        return not (session / _NAME).exists() or shutil.disk_usage(session).free < LEAST_BYTES
+        return shutil.disk_usage(session).free < LEAST_BYTES + (0 if (session / _NAME).exists() else HELD_BACK_BYTES)
     except OSError:
         return False

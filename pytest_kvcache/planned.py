@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_kvcache.engines import Dialect
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.load.runner import own_length
 from pytest_kvcache.server.endpoint import Endpoint
-from pytest_kvcache.settings import MOST_USERS
+from pytest_kvcache.settings import MOST_USERS, Settings
+
+EMBEDDED_WINDOW_S = 6.0
+WINDOW_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,3 +75,30 @@ class Window:
     sample_hz: float
     of: int = 1
     longest: int | None = None
+
+
+def window_of(target: Target, planned: Planned, number: int, settings: Settings, *, session: str, of: int, longest: int | None) -> Window:
+    """Return the ``number``-th of ``of`` windows of ``planned`` on a target, with what the settings say filled in. ``session`` is the session's id."""
+    owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
+    replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
+    # a counted load is a probe with its own arrivals, and ends by its count; a trace and listed stages know how long they last
+    options = planned.options if planned.requests else {**settings.load_options(planned.name), **planned.options}
+    usual_s = 0.0 if planned.requests else settings.duration_s or (0.0 if own_length(options) else owned_window_s)
+    filled = replace(
+        planned,
+        users=(planned.users or settings.users) * replicas,
+        requests=planned.requests * replicas,
+        duration_s=planned.duration_s or usual_s,
+        output_tokens=planned.output_tokens or settings.output_tokens,
+        options=options,
+    )
+    return Window(
+        filled,
+        number,
+        seed=settings.seed + number,
+        nonce=f"{session}-{planned.name}-{number}",
+        # a single request is over soon: its level is looked at more often
+        sample_hz=max(settings.sample_hz, 25.0) if planned.requests else settings.sample_hz,
+        of=of,
+        longest=None if planned.requests else longest,  # a single request is sized by its own server's limit
+    )

@@ -65,8 +65,8 @@ def read_lines(path: Path, kind: Any) -> Iterator[Any]:
     except FileNotFoundError:
         return
     with file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(MARK) if number == 1 else line
+        for number, raw in enumerate(file, start=1):
+            line = raw.removeprefix(MARK) if number == 1 else raw
             if not line.strip():
                 continue
             try:

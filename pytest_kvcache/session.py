@@ -19,15 +19,16 @@ from pytest_kvcache.adopting import copy_runs, items_beside, planned_of
 from pytest_kvcache.analysis.own_rules import rule_set
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
-from pytest_kvcache.engines import Dialect, imported
 from pytest_kvcache.diskroom import give_back, hold_back, used_up
+from pytest_kvcache.engines import Dialect, imported
 from pytest_kvcache.errors import CannotWrite, KvError, LoadFailed, UsageError
 from pytest_kvcache.experimenting import Bench, Experiment, go_on
 from pytest_kvcache.foreseeing import foresee
 from pytest_kvcache.judge.compare import Comparison, compare
-from pytest_kvcache.load.runner import own_length, profile_path
-from pytest_kvcache.measure import Planned, Target, Window, measure_load, measure_quality
+from pytest_kvcache.load.runner import profile_path
+from pytest_kvcache.measure import Planned, Target, measure_load, measure_quality
 from pytest_kvcache.opening import Servers
+from pytest_kvcache.planned import window_of
 from pytest_kvcache.quality.items import Item
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, VerdictRecord
@@ -35,8 +36,6 @@ from pytest_kvcache.runfolder import Run, read_runs
 from pytest_kvcache.settings import Settings
 
 EMBEDDED_DEFAULT = "llamacpp"
-EMBEDDED_WINDOW_S = 6.0
-WINDOW_S = 30.0
 
 
 class Session:
@@ -282,34 +281,11 @@ class Session:
 
     def _measure(self, target: Target, planned: Planned, number: int, *, keep: bool = True) -> Run:
         self._servers.check(target)
-        settings = self.settings
-        owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
-        replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
-        # a counted load is a probe with its own arrivals, and ends by its count; a trace and listed stages know how long they last
-        options = planned.options if planned.requests else {**settings.load_options(planned.name), **planned.options}
-        usual_s = 0.0 if planned.requests else settings.duration_s or (0.0 if own_length(options) else owned_window_s)
-        filled = dataclasses.replace(
-            planned,
-            users=(planned.users or settings.users) * replicas,
-            requests=planned.requests * replicas,
-            duration_s=planned.duration_s or usual_s,
-            output_tokens=planned.output_tokens or settings.output_tokens,
-            options=options,
-        )
-        window = Window(
-            filled,
-            number,
-            seed=settings.seed + number,
-            nonce=f"{self._id}-{planned.name}-{number}",
-            # a single request is over soon: its level is looked at more often
-            sample_hz=max(settings.sample_hz, 25.0) if planned.requests else settings.sample_hz,
-            of=self.window_count(planned),
-            longest=None if planned.requests else self._longest,  # a single request is sized by its own server's limit
-        )
+        window = window_of(target, planned, number, self.settings, session=self._id, of=self.window_count(planned), longest=self._longest)
         self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, {target.variant or f'window {number + 1} of {window.of}'}")
         key = (*self._key(planned, number), *filter(None, [target.variant])) if keep else None
         with self._roomy():
-            return measure_load(target, settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
+            return measure_load(target, self.settings, self.folder, window, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
     @contextmanager
     def _roomy(self) -> Iterator[None]:

@@ -34,7 +34,9 @@ def decoded(data: bytes, what: str, where: str) -> str:
     try:
         return data.decode(coding)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{what} cannot be read: no {coding[:6].upper().strip('-')} text (byte {error.start})", where=where, hint="save the file as UTF-8") from None
+        raise UsageError(
+            f"{what} cannot be read: no {coding[:6].upper().strip('-')} text (byte {error.start})", where=where, hint="save the file as UTF-8"
+        ) from None
 
 
 def not_text(head: bytes) -> str:

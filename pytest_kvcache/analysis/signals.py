@@ -16,6 +16,7 @@ from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.prefixes import Prefixes
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.analysis.series import Series
+from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import RunRecord
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 FULL = 0.9
 """From this usage on a pool counts as full: what waits then is taken to wait for blocks."""
+_EMPTY = 0.05
+"""Below this usage nothing that lives holds a pool."""
 _STEADY_S = 0.25
 _NAMES = ("bound.seats", "bound.kv", "bound.budget", "bound.free")
 
@@ -160,6 +163,9 @@ def _still(seen: Seen) -> dict[str, Value]:
     stale, stuck, held, alone, most = 0.0, 0.0, 0.0, 0.0, 0.0
     told = holds = roomy = False
     begun, ended = np.sort(seen.rows.sent_s), np.sort(seen.rows.end_s)
+    dialect = DIALECTS.get(seen.record.engine)
+    # what waiting requests hold of each other's blocks is a deadlock, and no request too large; cached blocks that count as used are neither
+    roof = FULL if dialect is not None and dialect.idle_cached_is_free is False else _EMPTY
     for number, one in enumerate(seen.series):
         counters = [column for name in ("prompt_tokens", "generation_tokens") if np.isfinite(column := one.column(name)).any()]
         running, waiting = one.column("running"), one.column("waiting")
@@ -184,7 +190,7 @@ def _still(seen: Seen) -> dict[str, Value]:
         put_off = np.nan_to_num(one.column("waiting_capacity"), nan=1.0) <= 0
         hanging = _hanging(seen.rows, number, one.wall_s)
         queue = np.maximum(np.where(put_off, 0.0, np.nan_to_num(waiting)), hanging)
-        lonely = (queue > 0) & (running <= 0) & (usage < FULL)
+        lonely = (queue > 0) & (running <= 0) & (usage < roof)
         if (longest := _longest(one.wall_s, total, lonely)) > alone:
             alone, most = longest, float(queue[lonely].max())
     lacking = Missing("the server tells no counters of tokens beside its gauges")

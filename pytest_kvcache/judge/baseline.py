@@ -91,7 +91,11 @@ def load_baseline(name_or_path: str, reports: Path, what: str = "baseline") -> l
         listed = f"saved in {reports / FOLDER}: {', '.join(saved[:20])}" if saved else f"nothing is saved in {reports / FOLDER}"
         shown = repr(name_or_path[:200])
         if path.is_file():
-            raise UsageError(f"{shown} is a file and no {what}", where=str(path), hint="inspect reads scrapes and logs, waste lengths and traces, gate results of other tools")
+            raise UsageError(
+                f"{shown} is a file and no {what}",
+                where=str(path),
+                hint="inspect reads scrapes and logs, waste lengths and traces, gate results of other tools",
+            )
         if what != "baseline":
             raise UsageError(f"there is no {what} {shown}", hint=f"the folder of a session or of a Run, or a saved name ({listed})")
         raise UsageError(f"there is no baseline {shown}, neither as a name nor as a path", hint=f"{listed}; --kv-save=NAME keeps one")

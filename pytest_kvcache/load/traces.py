@@ -202,8 +202,8 @@ def _rows(path: Path, form: str) -> Iterator[Recorded]:
 
 def _json_lines(path: Path) -> Iterator[Recorded]:
     with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LINE_LIMIT), b""), start=1):
-            line = line.removeprefix(MARK) if number == 1 else line
+        for number, raw in enumerate(iter(lambda: file.readline(_LINE_LIMIT), b""), start=1):
+            line = raw.removeprefix(MARK) if number == 1 else raw
             if not line.strip():
                 continue
             try:

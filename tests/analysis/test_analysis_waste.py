@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 from made_run import MadeRun, refused, request
 
 from pytest_kvcache.analysis.timeline import analyse
-from pytest_kvcache.analysis.waste import WasteRow, lengths, lengths_of, read_lengths, waste
-from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.analysis.waste import WasteRow, lengths, lengths_of, waste
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quantities import Missing, Reading
 
 ARTICLE = {2048: 1, 256: 15}
@@ -109,33 +108,6 @@ def test_a_run_gives_the_lengths_that_its_requests_reached(tmp_path: Path) -> No
     assert isinstance(paged, Reading)
     assert padded.number() == 200 / 300
     assert paged.number() == 200 / (64 + 160)
-
-
-def test_a_file_of_lengths_may_be_numbers_traces_requests_or_a_histogram(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('7\n{"input_length": 5, "output_length": 2}\n\n{"prompt_tokens": 4}\n{"kind":"start","wall_s":1}\n')
-    assert dict(read_lengths(path).counts) == {4: 1, 7: 2}
-    assert read_lengths(path).in_order == [7, 7, 4]
-    path.write_text(json.dumps({"256": 15, "2048": 1}))
-    assert dict(read_lengths(path).counts) == ARTICLE
-    MadeRun(rows=[request(0, 0.0, prompt=9, output=3), refused(1, 0.1, "over_length")]).write(tmp_path / "run")
-    assert dict(read_lengths(tmp_path / "run" / "requests.jsonl").counts) == {12: 1}
-
-
-@pytest.mark.parametrize("line", ["{", '"word"', "{}", '{"prompt_tokens": "9"}', "-3", "0", "true", '{"256": 1.5}', '{"0": 4}', "1e3", "[" * 5000])
-def test_a_line_that_states_no_length_is_refused_by_name(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(f"12\n{line}\n")
-    with pytest.raises(UsageError):
-        read_lengths(path)
-
-
-def test_a_file_that_is_not_there_is_no_distribution(tmp_path: Path) -> None:
-    with pytest.raises(CannotJudge):
-        read_lengths(tmp_path / "none")
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(UsageError):
-        read_lengths(tmp_path / "empty")
 
 
 def test_no_requests_have_no_waste() -> None:
