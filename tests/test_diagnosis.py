@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from article_case import article_case
-from finding_cases import CASES, made
+from finding_cases import CASES, made, padded, uneven
 from made_run import quality_run
 from scripted_server import ScriptedServer
 
@@ -154,6 +154,44 @@ def test_birth_times_are_no_counts_and_rejections_need_no_engine(capsys: pytest.
         "seven before we came"
     )
     assert "preemption-storm" not in [finding["id"] for finding in found["findings"]]
+
+
+@pytest.mark.slow
+def test_a_request_that_hangs_alone_is_named_in_passing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Field case D10, on a server that is only looked at: one waits, nothing runs, the pool is empty, and no token comes for ten seconds."""
+    with ScriptedServer(model="m", metrics=vllm_text(0.0, 0, 1, generated=9), owned_by="vllm") as server:
+        assert main(["diagnose", f"http://127.0.0.1:{server.port}", "--engine", "vllm", "--window", "13s", "--sample-hz", "5"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "critical: A request waits for ever that the engine can never admit [never-admitted]" in said
+    assert "1 request waited while nothing ran" in said
+    assert "stuck-queue" not in said
+
+
+def test_a_name_that_is_nothing_and_a_file_that_is_no_run_are_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "nope"]) == 2
+    assert "there is no Run, session or saved baseline 'nope'" in capsys.readouterr().err
+    (tmp_path / "requests.jsonl").write_text("12\n")
+    assert main(["diagnose", str(tmp_path / "requests.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert "is a file and no Run" in said
+    assert "waste" in said
+
+
+def test_what_an_engine_reserves_can_be_said_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Padded batches: the article's batch of sixteen, each holding what the longest holds."""
+    made(tmp_path / "runs" / "1-normal", uneven(), padded, usable=4096, seconds=3.0)
+
+    def parts(*words: str) -> dict[str, float]:
+        assert main(["diagnose", str(tmp_path), "--json", *words]) == 0
+        values = json.loads(capsys.readouterr().out)["values"]
+        return {name: values[f"waste.{name}"]["value"] for name in ("reserved", "unexplained")}
+
+    plain, stated = parts(), parts("--reserves", "longest")
+    assert plain["reserved"] == 0
+    assert plain["unexplained"] > 0.7
+    assert stated["reserved"] > 0.7
+    assert stated["unexplained"] < 0.2
+    assert parts("--reserves", "nothing") == plain
 
 
 def test_quality_items_alone_cannot_be_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from finding_cases import card, made, on_cards, prefix_run, worker
+from finding_cases import card, hung, made, on_cards, prefix_run, worker
 from made_run import T0, MadeRun, closed_loop, request, sample, snapshot
 
 from pytest_kvcache.analysis.findings import find
@@ -118,6 +118,15 @@ def test_d05_waiting_with_an_empty_pool_is_stuck_whatever_the_probes_say(tmp_pat
     assert next(iter(found)) == "stuck-queue"
 
 
+def test_d05_two_that_hold_what_the_other_needs_are_a_deadlock_and_no_request_too_large(tmp_path: Path) -> None:
+    """2,048 blocks less the null block, 512 and 736 held: 799 are free, and neither can be finished."""
+    each = state(2047, 1248 / 2047, 0.0, 2.0, generation_tokens=900.0, prompt_tokens=50.0)
+    (stuck, *_) = find(made(tmp_path, (), each, seconds=60, hz=1, usable=2047)).found
+    assert stuck.id == "stuck-queue"
+    assert "799 blocks free" in stuck.beside
+    assert "hold blocks that each other needs" in stuck.cause
+
+
 def test_d07_a_short_prompt_that_pins_a_quarter_of_the_pool(tmp_path: Path) -> None:
     pool = 356_667 // 16
     rows = [request(i, i * 2.0, prompt=2400, output=100, length_s=1.8) for i in range(4)]
@@ -139,32 +148,63 @@ def test_d10_a_request_that_was_accepted_and_can_never_be_scheduled(put_back: bo
         return state(63, 0.0, 0.0, 1.0, generation_tokens=9.0, preemptions=float(i) * put_back)
 
     found = said(made(tmp_path / "run", (), each, seconds=60, hz=1, usable=63, after={"preemptions": 60.0 * put_back}))
-    assert next(iter(found)) == "stuck-queue"
-    assert "59.00 s" in found["stuck-queue"], "waiting at one look and running at the next is one livelock"
-    assert ("room for 0 requests at 1,024 tokens" if put_back else "room for 0.98 requests at 1,024 tokens") in found["stuck-queue"]
+    named = "stuck-queue" if put_back else "never-admitted"
+    assert next(iter(found)) == named
+    assert "59.00 s" in found[named], "waiting at one look and running at the next is one livelock"
+    if put_back:
+        assert "room for 0 requests at 1,024 tokens" in found[named]
+    else:
+        assert "1 request waited while nothing ran" in found[named]
+        assert "an empty pool holds 0.98 requests at 1,024 tokens" in found[named]
+        assert "stuck-queue" not in found, "said once, and by its name"
+    assert "0.98 requests at 1,024 tokens" in found["longer-than-the-pool"], "and it is predicted: need(len) > pool"
 
     def moving(i: int) -> dict[str, Any]:
         return {**each(i), "generation_tokens": 9.0 + i}
 
-    assert "stuck-queue" not in said(made(tmp_path / "moving", (), moving, seconds=60, hz=1, usable=63, after={"preemptions": 60.0 * put_back}))
+    moved = said(made(tmp_path / "moving", (), moving, seconds=60, hz=1, usable=63, after={"preemptions": 60.0 * put_back}))
+    assert not {"stuck-queue", "never-admitted"} & set(moved)
 
 
 def test_d10_is_told_before_the_near_max_request_comes(tmp_path: Path) -> None:
-    assert "at 1,024 tokens" in said(made(tmp_path / "short", usable=63))["campaign-day"], "64 blocks are needed, and the null block is none of them"
-    assert "campaign-day" not in said(made(tmp_path / "enough", usable=96))
+    found = said(made(tmp_path / "short", usable=63))
+    assert "at 1,024 tokens" in found["longer-than-the-pool"], "64 blocks are needed, and the null block is none of them"
+    assert "campaign-day" not in found
+    assert not {"longer-than-the-pool", "campaign-day"} & set(said(made(tmp_path / "enough", usable=96)))
 
 
 def test_d10_a_prompt_of_9000_tokens_before_8209_pages_of_one(tmp_path: Path) -> None:
     each = {**state(8209, 0.0, 0.0, 1.0), "generation_tokens": 9.0}
     found = said(made(tmp_path, (), each, seconds=60, hz=1, usable=8209, before={"block_size": 1, "max_model_len": 9024}))
-    assert "room for 0.91 requests at 9,024 tokens" in found["stuck-queue"]
+    assert "an empty pool holds 0.91 requests at 9,024 tokens" in found["never-admitted"]
 
 
-def test_d11_a_window_pool_that_blocks_is_stuck_and_the_second_pool_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waiting", [0.0, 1.0])
+def test_d10_our_own_request_that_hangs_is_named_with_what_it_needs(waiting: float, tmp_path: Path) -> None:
+    """From a Run: the client's deadline passed without a token; not every engine counts such a request as waiting."""
+    idle = {**state(8208, 0.0, 0.0, waiting), "generation_tokens": 9.0, "prompt_tokens": 1.0}
+    long, short = hung(9000), [request(0, 0.0, prompt=900, output=8, ttft_s=17.0, length_s=18.0)]
+    found = said(made(tmp_path / "hung", long, idle, seconds=20, hz=2, usable=8208, before={"block_size": 1, "max_model_len": 8192}))
+    assert next(iter(found)) == "never-admitted"
+    assert "the largest request that was sent needs 109.7 % of the whole pool (its prompt: 9,000 tokens)" in found["never-admitted"]
+    answered = said(made(tmp_path / "slow", short, {**idle, "waiting": 0.0, "running": 1.0}, seconds=20, hz=2, usable=8208, before={"block_size": 1}))
+    assert not {"never-admitted", "stuck-queue"} & set(answered), "a long prefill is no hang"
+
+
+def test_d11_a_window_pool_that_blocks_is_named_and_the_second_pool_as_well(tmp_path: Path) -> None:
     each = state(256, 0.0, 0.0, 1.0, generation_tokens=9.0)
-    (stuck,) = (one for one in find(made(tmp_path, (), each, seconds=60, hz=1, usable=256)).found if one.id == "stuck-queue")
-    assert "at a usage of up to 0.0 %" in stuck.text
+    (stuck,) = find(made(tmp_path, (), each, seconds=60, hz=1, usable=256)).found
+    assert stuck.id == "never-admitted"
+    assert "less than a twentieth of the pool was held" in stuck.text
     assert "second pool" in stuck.cause
+    assert any("--swa-full-tokens-ratio" in action for action in stuck.do)
+
+
+def test_a_request_that_is_put_off_for_another_reason_is_not_called_too_large(tmp_path: Path) -> None:
+    each = state(256, 0.0, 0.0, 1.0, generation_tokens=9.0, waiting_capacity=0.0)
+    found = said(made(tmp_path, (), each, seconds=60, hz=1, usable=256))
+    assert {"stuck-queue", "deferred-waiting"} <= set(found)
+    assert "never-admitted" not in found
 
 
 def test_d13_one_long_answer_before_fourteen_is_no_hang(tmp_path: Path) -> None:
