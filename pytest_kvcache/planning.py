@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pytest_kvcache.capacity.layers import Architecture
     from pytest_kvcache.capacity.planner import Plan
     from pytest_kvcache.capacity.told import Told
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="config.json, a model folder, or a GGUF file")
+    add("config", metavar="CONFIG", help="config.json, a model folder, a GGUF file, or the address of a server that tells its model (Ollama)")
     add("--gpu-memory", metavar="SIZE", help="memory of one card, as 80GiB; the pool is what utilization and weights leave")
     add("--utilization", type=float, metavar="SHARE", help="share of the card that the engine may use [default: the engine's own]")
     add("--weights", metavar="SIZE", help="weights of the whole model [default: found beside CONFIG]")
@@ -136,6 +137,17 @@ def _check(arguments: argparse.Namespace, stated: dict[str, object]) -> tuple[To
     return said, notes
 
 
+def _source(arguments: argparse.Namespace) -> str | Architecture:
+    """Return what the plan reads: a path, or the model of a running server, asked with the options that say how to reach it."""
+    name: str = arguments.config
+    if not name.lower().startswith(("http://", "https://")) or Path(name).exists():
+        return name
+    from pytest_kvcache.capacity.served import read_served
+    from pytest_kvcache.options import settings_from
+
+    return read_served(name, _pairs(arguments.assume, "--assume"), settings_from(arguments))
+
+
 def _held_to(arguments: argparse.Namespace, stated: dict[str, object]) -> Plan:
     """Return the plan beside the engine's own figures. What only the engine states is taken from it; the comparison itself takes its memory as printed."""
     from pytest_kvcache.capacity import plan
@@ -143,9 +155,10 @@ def _held_to(arguments: argparse.Namespace, stated: dict[str, object]) -> Plan:
 
     memory = bool({"kv_memory", "gpu_memory"} & stated.keys())
     said, notes = _check(arguments, stated)
-    first = plan(arguments.config, **stated)  # type: ignore[arg-type]
+    source = _source(arguments)
+    first = plan(source, **stated)  # type: ignore[arg-type]
     stated |= adopted(first.answer.question, said)
-    made = plan(arguments.config, **stated)  # type: ignore[arg-type]
+    made = plan(source, **stated)  # type: ignore[arg-type]
     question = made.answer.question
     agreement = check(question if memory else replace(question, kv_bytes=None), said)
     return replace(made, agreement=agreement, notes=(*notes, *made.notes))
@@ -157,7 +170,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from pytest_kvcache.capacity.showing import plan_json, plan_markdown, plan_text
 
     stated = _stated(arguments)
-    made = _held_to(arguments, stated) if arguments.check else plan(arguments.config, **stated)  # type: ignore[arg-type]
+    made = _held_to(arguments, stated) if arguments.check else plan(_source(arguments), **stated)  # type: ignore[arg-type]
     if arguments.json:
         print(json.dumps(plan_json(made), indent=1))
     elif arguments.markdown:

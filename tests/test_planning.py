@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_models import LLAMA_31_8B
+from scripted_server import ScriptedServer
 
 from pytest_kvcache import cli
 
@@ -211,3 +214,35 @@ def test_a_text_that_looks_like_a_number_stays_the_text_that_the_engine_reads(co
     code, _, err = run(capsys, config, "--set", "state_dtype=5")
     assert code == 2
     assert "state_dtype = 5 is no text" in err
+
+
+def test_a_server_of_several_models_is_planned_for_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"general.architecture": "llama", "llama.block_count": 4, "llama.attention.head_count": 8, "llama.attention.head_count_kv": 2,
+        "llama.embedding_length": 512, "llama.context_length": 4096}  # fmt: skip
+    row = {"object": "list", "data": [{"id": name, "object": "model"} for name in ("a", "b")]}
+    with ScriptedServer(model="a", pages={"/v1/models": row, "/api/show": {"model_info": keys}}) as server:
+        code, _, err = run(capsys, server.url, "--kv-memory", "1GiB")
+        assert code == 3
+        assert "--model NAME" in err
+        code, out, _ = run(capsys, server.url, "--kv-memory", "1GiB", "--model", "b")
+    assert code == 0
+    assert "2,048 B/token" in out.replace("2048", "2,048")
+
+
+def test_a_reader_that_leaves_early_turns_no_verdict_into_a_pass(config: str) -> None:
+    words = [sys.executable, "-m", "pytest_kvcache.cli", "plan", config, "--length", "1000000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 141
+
+
+def test_settings_of_another_engine_are_said_to_decide_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "slots is a setting of llamacpp and decides nothing for vllm" in run(capsys, config, "--slots", "4")[1]
+    assert "decides nothing" not in run(capsys, config, "--slots", "4", "--engine", "llamacpp")[1]
+
+
+def test_a_card_of_80_bytes_is_asked_for_its_unit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, config, "--gpu-memory", "80", "--weights", "14GiB")
+    assert code == 2
+    assert "80GiB" in err

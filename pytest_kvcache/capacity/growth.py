@@ -23,7 +23,8 @@ class Growth:
 
     ``window`` is the window of the sliding (or the chunk of the chunked) layers, the greatest where they differ, None without any; ``windows`` each window
     with its bytes per token. ``cross_bytes_per_encoder_token`` is what one token of an image or of an encoder costs. ``derivation`` is the equation with its
-    numbers, ``saturation`` what becomes of the window layers, in words ("none" without any).
+    numbers, ``saturation`` what becomes of the window layers, in words ("none" without any). ``shared_by`` ranks of decode context parallelism hold a
+    share of the tokens each: ``held_bytes_per_token`` is what a held one takes, and ``growth_bytes_per_token`` its share, rounded up.
     """
 
     growth_bytes_per_token: int
@@ -36,6 +37,8 @@ class Growth:
     kv_dtype: str
     derivation: str
     saturation: str
+    held_bytes_per_token: int
+    shared_by: int = 1
 
     @property
     def all_layers_bytes_per_token(self) -> int:
@@ -45,7 +48,8 @@ class Growth:
     def sequence_bytes(self, tokens: int, encoder_tokens: int = 0) -> int:
         """Return the bytes of one sequence of ``tokens``, without any rounding to blocks."""
         window_bytes = sum(min(tokens, window) * per_token for window, per_token in self.windows)
-        return self.growth_bytes_per_token * tokens + self.fixed_bytes + window_bytes + self.cross_bytes_per_encoder_token * encoder_tokens
+        held = self.held_bytes_per_token * -(-tokens // self.shared_by)
+        return held + self.fixed_bytes + window_bytes + self.cross_bytes_per_encoder_token * encoder_tokens
 
 
 def resolve_dtypes(architecture: Architecture, kv_dtype: str = "auto", dtype: str = "auto") -> tuple[str, str, tuple[str, ...]]:
@@ -134,18 +138,21 @@ def stages(count: int, pp: int) -> list[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def growth(architecture: Architecture, kv_dtype: str = "auto", *, dtype: str = "auto", state_dtype: str = "auto", tp: int = 1, pp: int = 1) -> Growth:
+def growth(
+    architecture: Architecture, kv_dtype: str = "auto", *, dtype: str = "auto", state_dtype: str = "auto", tp: int = 1, pp: int = 1, dcp: int = 1
+) -> Growth:
     """Return what one sequence costs on one GPU; with a pipeline, on the stage where a long sequence costs most.
 
+    ``dcp`` ranks share the tokens of full and latent layers (decode context parallelism), so that each holds a dcp-th of them.
     Raises UsageError where the types or the parallelism do not fit the model.
     """
     check_parallel(architecture, tp, pp)
     cache, model, _ = resolve_dtypes(architecture, kv_dtype, dtype)
-    parts = [_growth([architecture.layers[i] for i in stage], cache, model, state_dtype, tp) for stage in stages(len(architecture.layers), pp)]
+    parts = [_growth([architecture.layers[i] for i in stage], cache, model, state_dtype, tp, dcp) for stage in stages(len(architecture.layers), pp)]
     return max(parts, key=lambda part: (part.growth_bytes_per_token, part.sliding_bytes_per_token, part.fixed_bytes))
 
 
-def _growth(layers: Iterable[Layer], cache: str, model: str, state_dtype: str, tp: int) -> Growth:
+def _growth(layers: Iterable[Layer], cache: str, model: str, state_dtype: str, tp: int, dcp: int) -> Growth:
     growing = fixed = cross = 0
     windows: dict[int, int] = {}
     chunks: set[int] = set()
@@ -167,9 +174,11 @@ def _growth(layers: Iterable[Layer], cache: str, model: str, state_dtype: str, t
     sliding = sum(windows.values())
     saturated = sum(window * per_token for window, per_token in windows.items())
     left = " + ".join(f"{count}x{term}" for term, count in sorted(terms.items(), key=lambda pair: "[" in pair[0])) or "0"
-    right = f"{growing} growth (+{sliding} sliding)" if sliding else f"{growing}"
+    share = -(-growing // dcp)
+    whole = f"{growing} / {dcp} (dcp) = {share}" if dcp > 1 else f"{growing}"
+    right = f"{whole} growth (+{sliding} sliding)" if sliding else whole
     return Growth(
-        growth_bytes_per_token=growing,
+        growth_bytes_per_token=share,
         fixed_bytes=fixed,
         sliding_bytes_per_token=sliding,
         sliding_saturated_bytes=saturated,
@@ -179,6 +188,8 @@ def _growth(layers: Iterable[Layer], cache: str, model: str, state_dtype: str, t
         kv_dtype=cache,
         derivation=f"{left} = {right}",
         saturation=_saturation(windows, chunks, saturated),
+        held_bytes_per_token=growing,
+        shared_by=dcp,
     )
 
 

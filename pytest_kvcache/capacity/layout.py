@@ -19,6 +19,7 @@ class EngineShape:
     ``max_model_len`` -1 lets vLLM fit the longest length itself; ``encoder_tokens`` are the image or encoder tokens of one request (cross attention);
     ``mtp`` says that the checkpoint's own draft layers are served too. ``slots``, ``unified``, ``micro_batch`` and ``swa_full`` are llama.cpp's
     (-np, -kvu, -ub, --swa-full); ``swa_ratio`` and ``state_slots`` are SGLang's (--swa-full-tokens-ratio, --max-mamba-cache-size).
+    ``card_bytes`` is the memory of one card, where known: vLLM's default of batched tokens and seats goes by it.
     ``cpu_space`` is the text of VLLM_CPU_KVCACHE_SPACE, ``threads_bind`` that of VLLM_CPU_OMP_THREADS_BIND and ``numa_nodes`` the host's nodes, where known.
     """
 
@@ -51,6 +52,7 @@ class EngineShape:
     cpu_space: str = ""
     threads_bind: str = ""
     numa_nodes: int | None = None
+    card_bytes: int | None = None
 
     @property
     def batches_in_flight(self) -> int:

@@ -21,10 +21,15 @@ from pytest_kvcache.capacity.levers import Lever, Sharing, levers
 from pytest_kvcache.capacity.sizing import Answer, Question, answer
 from pytest_kvcache.capacity.traffic import MOST_TOKENS, Traffic, one_shape
 from pytest_kvcache.capacity.verdicts import Checked, Load, check, judge, load_on
+from pytest_kvcache.capacity.vllm_blocks import default_seats
 from pytest_kvcache.errors import CannotJudge, UsageError
 
 Size = int | float | str
 _SHOWN_LENGTH = 4096
+_LEAST_CARD = 1 << 28
+# Settings of one engine only, and what stands there where nobody says.
+_OWN = {"slots": ("llamacpp", None), "unified": ("llamacpp", None), "swa_full": ("llamacpp", False), "micro_batch": ("llamacpp", 512),
+    "swa_ratio": ("sglang", 0.8), "state_slots": ("sglang", None)}  # fmt: skip
 _FLAGS = frozenset({"async_scheduling", "chunked_local_hybrid", "mtp", "unified", "swa_full", "prefix_caching", "hybrid"})
 _TEXTS = frozenset({"dtype", "kv_dtype", "state_dtype", "cpu_space", "threads_bind", "engine", "platform"})
 ENGINES = ("vllm", "sglang", "llamacpp", "paged")
@@ -170,8 +175,11 @@ def plan(
     unknown = settings.keys() - {field.name for field in fields(EngineShape)}
     if unknown:
         raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}", hint=f"EngineShape has {', '.join(f.name for f in fields(EngineShape))}")
+    _parallel(engine, tp, pp, dp, dcp)
     if num_gpu_blocks_override is not None and engine in ("sglang", "llamacpp"):
         raise UsageError(f"num_gpu_blocks_override is not of {engine}", hint="--kv-memory states its pool")
+    if settings.get("card_bytes") is None:
+        settings["card_bytes"] = size(gpu_memory)
     shape = EngineShape(**settings)
     found = _weights(source, architecture, shape, size(weights), parameters)
     card = None
@@ -187,7 +195,7 @@ def plan(
     inputs = read_checklist(Path(checklist)) if isinstance(checklist, (str, Path)) else list(checklist or ())
     checked = tuple(check(given, one) for one in inputs)
     verdict, reason = judge(given, load, checked, at, length is not None, risk)
-    notes = list(_notes(given))
+    notes = [*_notes(given), *_seats_note(given, load)]
     if utilization is not None and gpu_memory is None and load is None:
         notes.append(f"utilization {utilization:g} decides nothing: no card is stated (--gpu-memory)")
     made = Plan(given, at, verdict, reason, load, checked, (), None, tuple(dict.fromkeys([*given.assumptions, *assumptions])), tuple(notes))
@@ -206,6 +214,27 @@ def _contradictions(gpu: Any, kv: Any, utilization: Any, weights: Any, parameter
     if kv is not None and (utilization is not None or any(value is not None for value in rest)):
         raise UsageError(
             "--kv-memory states the pool itself", hint="--utilization, --activation, --graphs, --other and --gpu-free go with --gpu-memory"
+        )
+
+
+def _seats_note(given: Answer, load: Load | None) -> list[str]:
+    """Say what nobody stated and decides how many run at once: vLLM's default of seats."""
+    shape = given.question.shape
+    if load is None or shape.engine != "vllm" or shape.max_num_seqs is not None or load.per_engine.concurrency <= default_seats(shape):
+        return []
+    return [
+        f"max_num_seqs is not stated, and vLLM's default for this machine is {default_seats(shape):,}: of {load.per_engine.concurrency:,} requests at once"
+        " the others wait, whatever the pool holds; --max-num-seqs lets them run"
+    ]
+
+
+def _parallel(engine: str, tp: int, pp: int, dp: int, dcp: int) -> None:
+    if dcp > 1 and engine != "vllm":
+        raise UsageError(f"decode context parallelism is planned for vLLM and not for {engine}", hint="leave --dcp out")
+    if engine == "llamacpp" and max(tp, pp, dp) > 1:
+        raise UsageError(
+            "llama.cpp's caches are planned as a whole: it has no --tp, --pp or --dp, and splits layers and rows among cards by itself",
+            hint="leave them out; --gpu-memory is then what all its cards have together",
         )
 
 
@@ -301,8 +330,8 @@ def _card(
             hint="--weights 14GiB or --parameters 7B, or name the model's folder, whose safetensors tell",
         )
     total = size(gpu_memory) or 0
-    if total <= 0:
-        raise UsageError("--gpu-memory is no size of a card", hint="80GiB")
+    if total < _LEAST_CARD:
+        raise UsageError(f"--gpu-memory {str(gpu_memory)[:40]} is no size of a card", hint="with its unit: 80GiB")
     if utilization is None:
         utilization = DEFAULT_UTILIZATION[engine]
         said.append(f"utilization is taken as {utilization:g}, {'the default of vLLM 0.32' if engine == 'vllm' else 'as none was stated'}")
@@ -324,6 +353,11 @@ def _traffic(traffic: Traffic | Path | str | None, concurrency: int | None, leng
 def _notes(given: Answer) -> tuple[str, ...]:
     model, shape = given.question.architecture, given.question.shape
     parts = [*model.notes, *given.layout.notes]
+    parts += [
+        f"{name} is a setting of {engine} and decides nothing for {shape.engine}"
+        for name, (engine, unset) in _OWN.items()
+        if engine != shape.engine and getattr(shape, name) != unset
+    ]
     if shape.tp > 1 and any(layer.kind == "mla" for layer in model.layers):
         parts.append(f"a latent cache is whole on each of {shape.tp} GPUs: --tp does not lower its bytes per GPU (--dcp does)")
     if shape.pp > 1:

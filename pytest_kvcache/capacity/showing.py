@@ -181,7 +181,8 @@ def _per_gpu(plan: Plan) -> str:
 
 def _sequence(plan: Plan) -> str:
     growth, length = plan.answer.growth, plan.length
-    parts = [f"{length:,} x {growth.growth_bytes_per_token:,}"]
+    shared = growth.shared_by
+    parts = [f"ceil({length:,}/{shared}) x {growth.held_bytes_per_token:,}" if shared > 1 else f"{length:,} x {growth.growth_bytes_per_token:,}"]
     parts += [f"min({length:,}, {window:,}) x {per_token:,}" for window, per_token in growth.windows]
     if growth.fixed_bytes:
         parts.append(f"{growth.fixed_bytes:,}")

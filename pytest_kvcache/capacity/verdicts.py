@@ -127,10 +127,9 @@ def judge(given: Answer, load: Load | None, checked: Sequence[Checked], at: int,
         one = given.blocks(at)
         if one > pool.usable_blocks:
             return FAIL, f"one request of {at:,} tokens takes {one:,} {given.layout.unit}, and {pool.usable_blocks:,} can be held"
-        return (
-            PASS,
-            f"{'the checklist fits' if checked else 'it starts'}; {given.requests(at) * pool.engines:,} requests of {at:,} tokens fit at once",
-        )
+        room = given.requests(at) * pool.engines
+        fit = f"{room:,} requests of {at:,} tokens fit at once" if room != 1 else f"one request of {at:,} tokens fits at a time"
+        return PASS, f"{'the checklist fits' if checked else 'it starts'}; {fit}"
     return _traffic_verdict(given, load, risk)
 
 

@@ -32,8 +32,10 @@ GPU_BLOCK = 16
 GPU_LATENT_BLOCK = 64
 LATENT_HYBRID_BLOCK = 128
 UNSTATED_LENGTH = 2048  # what vLLM takes where no key of a configuration says
-GPU_BATCHED_TOKENS = 8192
 CPU_BATCHED_TOKENS = 2048
+CPU_SEATS = 128
+# What a server batches and seats by default: (cards from so many GiB, batched tokens, seats). An A100 of 80 GB counts as a small card (vLLM 0.32).
+CARD_DEFAULTS = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
     refusal = architecture.refused_by_vllm or _refusal(architecture, shape, caches, cache_type)
     batched = shape.max_num_batched_tokens or _batched_tokens(architecture, shape, length)
     if shape.max_num_batched_tokens is None and any(cache.kind in ("sliding", "chunked") for cache in caches):
-        assumptions.append(f"max_num_batched_tokens is taken as {batched}, the default: window layers are charged for it")
+        assumptions.append(f"max_num_batched_tokens is taken as {batched}, {_whose_default(shape)}: window layers are charged for it")
     try:
         groups = _groups(caches, len(layers), shape)
     except NotImplementedError as error:
@@ -99,12 +101,30 @@ def _max_model_len(architecture: Architecture, shape: EngineShape) -> int:
     return architecture.context or UNSTATED_LENGTH
 
 
+def default_seats(shape: EngineShape) -> int:
+    """Return the most requests that vLLM 0.32's server runs at once where nobody says (``--max-num-seqs``)."""
+    return CPU_SEATS * shape.tp * shape.pp if shape.platform == "cpu" else _card_defaults(shape)[1]
+
+
+def _card_defaults(shape: EngineShape) -> tuple[int, int]:
+    gib = 80 if shape.card_bytes is None else shape.card_bytes / 2**30
+    return next((batched, seats) for least, batched, seats in CARD_DEFAULTS if gib >= least)
+
+
+def _whose_default(shape: EngineShape) -> str:
+    if shape.platform == "cpu":
+        return "the default"
+    if shape.card_bytes is None or 70 <= shape.card_bytes / 2**30 < 160:
+        return "the default of cards from 70 to 160 GiB (2048 on an A100 and on smaller ones, 16384 on larger ones)"
+    return "the default of a card of this size"
+
+
 def _batched_tokens(architecture: Architecture, shape: EngineShape, length: int) -> int:
+    seats = shape.max_num_seqs or default_seats(shape)
     if shape.platform == "gpu":
-        return GPU_BATCHED_TOKENS
+        return min(seats * length, _card_defaults(shape)[0])
     if architecture.latent:
         return max(length, CPU_BATCHED_TOKENS)
-    seats = shape.max_num_seqs or 128 * shape.tp * shape.pp
     return min(seats * length, CPU_BATCHED_TOKENS * shape.tp * shape.pp)
 
 

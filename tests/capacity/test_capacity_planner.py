@@ -19,6 +19,7 @@ from pytest_kvcache.capacity.traffic import Lane, Traffic, demand
 from pytest_kvcache.errors import CannotJudge, UsageError
 
 GIB = 1 << 30
+CONFIGS = Path(__file__).parents[1] / "data" / "capacity" / "configs"
 
 
 def test_a_7b_model_in_half_precision_takes_512_kib_a_token() -> None:
@@ -265,3 +266,35 @@ def test_what_decode_context_parallelism_needs_is_told_before_a_start(tp: int, d
 def test_a_share_of_no_card_is_said_to_decide_nothing() -> None:
     assert any("utilization 0.9 decides nothing" in note for note in plan(LLAMA_31_8B, utilization=0.9).notes)
     assert not any("decides nothing" in note for note in plan(LLAMA_31_8B, utilization=0.9, gpu_memory="80GiB", weights="15GiB").notes)
+
+
+def test_ranks_that_share_the_tokens_hold_a_share_each() -> None:
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    made = plan(config, platform="gpu", tp=8, dcp=8, kv_memory="30GiB", max_model_len=65536, length=60001)
+    assert made.growth_bytes_per_token == 70272 // 8
+    assert made.bytes_per_sequence == 7501 * 70272
+    assert "70272 / 8 (dcp) = 8784" in made.answer.growth.derivation
+
+
+@pytest.mark.parametrize(("card", "batched"), [(None, 8192), ("44GiB", 2048), ("80GiB", 8192), ("178GiB", 16384)])
+def test_window_layers_are_charged_for_what_a_card_of_this_size_batches(card: str | None, batched: int) -> None:
+    config = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
+    memory = {"gpu_memory": card, "weights": "12GiB"} if card else {"kv_memory": "10GiB", "platform": "gpu"}
+    made = plan(config, **memory)
+    assert made.answer.layout.in_flight_tokens == 2 * batched
+    assert any(f"taken as {batched}" in line for line in made.assumptions)
+
+
+def test_more_requests_than_vllm_seats_by_default_are_told_to_wait() -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    small = {"gpu_memory": "44GiB", "weights": "15GiB", "length": 64}
+    assert any("vLLM's default for this machine is 256: of 300 requests" in note for note in plan(config, concurrency=300, **small).notes)
+    assert not any("vLLM's default" in note for note in plan(config, concurrency=300, max_num_seqs=300, **small).notes)
+    assert not any("vLLM's default" in note for note in plan(config, concurrency=256, **small).notes)
+
+
+@pytest.mark.parametrize(("engine", "more"), [("llamacpp", {"tp": 2}), ("llamacpp", {"pp": 2}), ("llamacpp", {"dp": 2}), ("sglang", {"dcp": 2}), ("paged", {"dcp": 2})])
+def test_parallelism_that_an_engine_does_not_have_is_refused(engine: str, more: dict[str, int]) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    with pytest.raises(UsageError, match="planned"):
+        plan(config, engine=engine, **more)
