@@ -74,8 +74,11 @@ def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
 
 def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -> Architecture:
     text, model_type = _text_model(raw)
-    model_type = assume.get("model_type", model_type)
+    architectures = raw.get("architectures") if isinstance(raw.get("architectures"), list) else []
+    model_type = assume.get("model_type") or model_type or next((families.OF_CLASS[str(name)] for name in architectures or [] if str(name) in families.OF_CLASS), "")
     family = families.family_of(model_type)
+    if family in families.ENCODERS:
+        raise CannotJudge(f"{model_type!r} is an encoder: it reads its whole input at once and keeps no KV cache, so there is nothing to plan", where=name)
     if family in families.UNMODELLED or model_type in families.UNMODELLED:
         what = families.UNMODELLED.get(family) or families.UNMODELLED[model_type]
         raise CannotJudge(f"cannot judge model_type {model_type!r}: it keeps {what}, and no field says its size", where=name)
@@ -85,7 +88,6 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
     else:
         layers, queries = _decoder(fields)
     context = _context(fields, raw)
-    architectures = raw.get("architectures") if isinstance(raw.get("architectures"), list) else []
     notes = [f"{key} was stated and decides nothing for this model" for key in fields.unused if key != "model_type"]
     if family in families.EXPANDED:
         notes.append("K and V of every head are kept, as vLLM, transformers and llama.cpp do; a latent would be smaller")
@@ -255,6 +257,8 @@ def _kv_type(config: Mapping[str, Any]) -> str:
     for group in groups:
         for key in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype"):
             name = str(group.get(key) or "").lower()
+            if name == "fp8" and "nvfp4" in str(group.get("quant_algo")).lower():
+                return "fp8_e4m3"  # weights for cards that keep a sparse latent as plain fp8
             if name in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8"):
                 return name
     return ""

@@ -32,6 +32,13 @@ SAME_AS = {
     "ministral_text": "ministral", "minimax_text_01": "minimax_text_01", "lfm2_vl": "lfm2", "aya_vision": "cohere2", "cohere2_vision": "cohere2",
 }  # fmt: skip
 
+# Files without a model_type, whose class says what they are.
+OF_CLASS = {"LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash"}
+
+# They read their whole input at once: nothing is kept from one step to the next.
+ENCODERS = _names("""bert roberta xlm-roberta xlm-roberta-xl roberta-prelayernorm camembert electra deberta deberta-v2 distilbert albert mpnet modernbert nomic_bert new gte
+    big_bird roformer rembert ernie data2vec-text megatron-bert xmod nezha longformer clip siglip vit colpali colmodernvbert jina_bert""")
+
 # Keys under which a file of several modalities keeps its text model, in the order tried.
 INSIDE = ("text_config", "llm_config", "language_config", "thinker_config", "text_model_config", "language_model_config", "decoder", "decoder_config")
 

@@ -2,7 +2,8 @@
 
 Sources: the type sizes of PyTorch; the block layouts of llama.cpp's ggml types (a half-precision scale per 32 elements, and a minimum in the ``_1``
 types); vLLM 0.32's cache types: ``nvfp4`` keeps a one-byte scale per 16 elements, ``*_per_token_head`` a 4-byte scale after each head's K and V, and
-``fp8_ds_mla`` 512 bytes of latent, 16 bytes of scales and the rotary part in bfloat16. A plain ``fp8`` or ``int8`` has its scales per tensor or layer, outside
+``fp8_ds_mla`` 512 bytes of latent, 16 bytes of scales and the rotary part in bfloat16; ``nvfp4_ds_mla`` half a byte per element of the latent, a one-byte scale per 16, and the rotary
+part in fp8. A plain ``fp8`` or ``int8`` has its scales per tensor or layer, outside
 the cache.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_kvcache.errors import UsageError
+from pytest_kvcache.errors import CannotJudge, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def _formats() -> dict[str, Format]:
     add("int4_per_token_head", 2, 1, 4)
     add("nvfp4 nvfp4_4over6 fp4_e2m1", 16, 9)
     add("fp8_ds_mla", 1, 1, own=True)
+    add("nvfp4_ds_mla", 2, 1, own=True)
     add("q8_0", 32, 34)
     add("q5_1", 32, 24)
     add("q5_0", 32, 22)
@@ -63,17 +65,22 @@ def _formats() -> dict[str, Format]:
 
 
 FORMATS = _formats()
+_PACKED = ("turboquant_", "ultraquant_")  # vLLM 0.32 has them too
 VLLM_CACHE_TYPES = frozenset(
     {
-        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4", "nvfp4_4over6",
+        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "nvfp4", "nvfp4_4over6",
         "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head",
     }
 )  # fmt: skip
 
 
 def parse_format(text: str, what: str = "the KV cache") -> Format:
-    """Return the format of a name such as ``bfloat16``, ``fp8``, ``q8_0`` or ``nvfp4``. Raises UsageError, listing the known ones."""
+    """Return the format of a name such as ``bfloat16``, ``fp8``, ``q8_0`` or ``nvfp4``. Raises UsageError, listing the known ones, and CannotJudge for a packed type of vLLM."""
     found = FORMATS.get(text.strip().lower().removeprefix("torch."))
+    if text.strip().lower().startswith(_PACKED):
+        raise CannotJudge(
+            f"cannot judge a cache of type {text[:40]!r}: how it packs keys and values is not known here", hint="a type such as fp8 or nvfp4"
+        )
     if found is None:
         known = ", ".join(sorted({form.name for form in FORMATS.values()}))
         raise UsageError(f"unknown data type {text[:40]!r} of {what}", hint=f"one of {known}; or two of them, K/V, such as q8_0/f16")

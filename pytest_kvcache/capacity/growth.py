@@ -74,6 +74,11 @@ def resolve_dtypes(architecture: Architecture, kv_dtype: str = "auto", dtype: st
     if cache == "auto":
         cache = architecture.kv_dtype_stated or model
     key, value = parse_pair(cache)
+    if cache.lower() in ("fp8", "float8", "f8") and any(layer.index_size for layer in architecture.layers):
+        assumed.append(
+            "fp8 of a sparse latent is taken as fp8_ds_mla, FlashMLA's rows on H100 and H200; B200 keeps plain fp8, which --kv-dtype fp8_e4m3 states"
+        )
+        return "fp8_ds_mla", model, tuple(assumed)
     return (key.name if key == value else f"{key.name}/{value.name}"), model, tuple(assumed)
 
 
@@ -95,6 +100,8 @@ def token_bytes(layer: Layer, kv_dtype: str, tp: int = 1) -> int:
 
 def latent_bytes(layer: Layer, key: Format) -> int:
     """Return the bytes of one token's latent vector in one layer. ``fp8_ds_mla`` has a layout of its own: fp8 latent, a scale per 128, rotary part in 16 bits."""
+    if key.name == "nvfp4_ds_mla":
+        return layer.latent // 2 + layer.latent // 16 + layer.key_size - layer.latent
     if key.latent_of_its_own:
         return layer.latent + layer.latent // 128 * 4 + (layer.key_size - layer.latent) * 2
     scales = key.per_head_bytes * 2 if key.per_head_bytes else 0

@@ -32,7 +32,8 @@ DIFFER = ("layer_group_size", "attn_layer_period", "attn_layer_indices", "full_a
 STATES = re.compile(
     r"(?:mamba|ssm|gla|kda|gdn|rwkv|rglru|lru|deltanet)_|linear_(?:num|key|value|conv|attn|attention)(?:_|\Z)|time_step_|(?:\w*_)?state_size\Z"
 )
-SIZES = ("global_head_dim", "num_global_key_value_heads", "compress_ratios", "index_head_dim", "kv_compression_ratio", "is_encoder_decoder")
+SIZES = ("global_head_dim", "num_global_key_value_heads", "compress_ratios", "index_head_dim", "kv_compression_ratio", "is_encoder_decoder", "loop_num", "num_loops", "total_ut_steps",
+    "mean_recurrence", "H_cycles", "L_cycles", "param_sink_number", "rswa_window", "block_pool_size")  # fmt: skip
 
 
 def layer_count(fields: Fields) -> int:

@@ -320,3 +320,38 @@ def test_a_family_that_is_not_known_is_read_where_its_fields_say_all() -> None:
     windows = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128, "swa_num_key_value_heads": 8, "swa_head_dim": 32}
     made = growth(read_architecture(_config("quite_new", num_key_value_heads=2, head_dim=64, **windows)))
     assert (made.growth_bytes_per_token, made.sliding_bytes_per_token) == (2 * 2 * 128 * 2, 2 * 8 * 64 * 2)
+
+
+def test_a_file_without_model_type_is_known_by_its_class() -> None:
+    config = {
+        "architectures": ["LongcatFlashForCausalLM"], "num_layers": 28, "num_attention_heads": 64, "hidden_size": 6144, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    assert growth(read_architecture(config)).growth_bytes_per_token == 2 * 28 * 576 * 2
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "modernbert"])
+def test_an_encoder_has_nothing_to_plan(model_type: str) -> None:
+    with pytest.raises(CannotJudge, match="is an encoder: it reads its whole input at once"):
+        read_architecture(_config(model_type))
+
+
+@pytest.mark.parametrize("key", ["loop_num", "total_ut_steps", "H_cycles", "param_sink_number", "rswa_window"])
+def test_a_key_that_multiplies_the_cache_of_an_unknown_family_is_refused(key: str) -> None:
+    with pytest.raises(CannotJudge, match=key):
+        read_architecture(_config("iquestloopcoder", num_key_value_heads=2, **{key: 2}))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "row"), [("auto", 1152), ("fp8", 656), ("fp8_ds_mla", 656), ("fp8_e4m3", 576), ("nvfp4_ds_mla", 352)]
+)
+def test_fp8_of_a_sparse_latent_is_a_row_of_its_own(kv_dtype: str, row: int) -> None:
+    config = json.loads((Path(__file__).parents[1] / "data" / "capacity" / "configs" / "deepseek-v3.2.json").read_text())
+    assert growth(read_architecture(config), kv_dtype).growth_bytes_per_token == 61 * (row + 132)
+    dense = read_architecture({**config, "model_type": "deepseek_v3", "index_head_dim": None, "index_topk": None})
+    assert growth(dense, "fp8").growth_bytes_per_token == 61 * 576
+
+
+def test_a_packed_cache_type_is_refused_and_not_guessed() -> None:
+    with pytest.raises(CannotJudge, match="turboquant_k8v4"):
+        growth(read_architecture(_config("llama")), "turboquant_k8v4")
