@@ -329,7 +329,7 @@ def _changes(question: Question, said: Told) -> Iterator[Change]:
 
     now = answer(replace(question, card=None, kv_bytes=None)).growth.kv_dtype
     # float32 would explain any head count that is wrong by two, so it counts only where the model states it
-    kinds = ["fp8", "bfloat16", "fp8_ds_mla", *(["fp8_e4m3"] if any(layer.index_size for layer in architecture.layers) else [])] + (["float32"] if architecture.dtype in ("float32", "torch.float32") else [])
+    kinds = ["fp8", "bfloat16", "fp8_ds_mla", "fp8_e4m3"] + (["float32"] if architecture.dtype in ("float32", "torch.float32") else [])
     for kind in kinds if "kv_dtype" not in said.settings and shape.engine != "llamacpp" else ():
         if kind != now and (kind != "bfloat16" or now != "float16"):
             yield f"data type: the engine keeps its cache as {kind} and not as {now}", with_shape(kv_dtype=kind)

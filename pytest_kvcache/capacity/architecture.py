@@ -75,10 +75,16 @@ def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
 def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -> Architecture:
     text, model_type = _text_model(raw)
     architectures = raw.get("architectures") if isinstance(raw.get("architectures"), list) else []
-    model_type = assume.get("model_type") or model_type or next((families.OF_CLASS[str(name)] for name in architectures or [] if str(name) in families.OF_CLASS), "")
+    model_type = (
+        assume.get("model_type")
+        or model_type
+        or next((families.OF_CLASS[str(name)] for name in architectures or [] if str(name) in families.OF_CLASS), "")
+    )
     family = families.family_of(model_type)
     if family in families.ENCODERS:
-        raise CannotJudge(f"{model_type!r} is an encoder: it reads its whole input at once and keeps no KV cache, so there is nothing to plan", where=name)
+        raise CannotJudge(
+            f"{model_type!r} is an encoder: it reads its whole input at once and keeps no KV cache, so there is nothing to plan", where=name
+        )
     if family in families.UNMODELLED or model_type in families.UNMODELLED:
         what = families.UNMODELLED.get(family) or families.UNMODELLED[model_type]
         raise CannotJudge(f"cannot judge model_type {model_type!r}: it keeps {what}, and no field says its size", where=name)

@@ -71,6 +71,8 @@ def levers(given: Answer, traffic: Traffic | None, length: int, sharing: Sharing
     for other in dict.fromkeys((given.layout.block_size // 2, given.layout.block_size * 2)):
         if other >= 1 and shape.engine in ("vllm", "paged") and given.layout.groups:
             cost = "less rounding waste, more CPU per step" if other < given.layout.block_size else "less CPU per step, more rounding waste"
+            if shape.engine == "vllm" and shape.platform == "gpu" and other % 16:
+                cost += "; the fast kernels take multiples of 16 only"
             ask("block size", f"{given.layout.block_size} -> {other}", partial(question.with_shape, block_size=other), cost)
     rows.append(_sharing(given, traffic, length, sharing))
     architecture = question.architecture

@@ -35,7 +35,9 @@ def read_served(url: str, assume: Mapping[str, str], settings: Settings | None =
         chosen = [model for model in models if model.id == endpoint.model] if endpoint.model else models
         if len(chosen) != 1:
             names = ", ".join(plain(model.id, 60) for model in models[:10]) or "none"
-            raise CannotJudge(f"which model of {endpoint.shown} is meant? It lists {names}", where=endpoint.shown, hint="--model NAME (of pytest: --kv-model)")
+            raise CannotJudge(
+                f"which model of {endpoint.shown} is meant? It lists {names}", where=endpoint.shown, hint="--model NAME (of pytest: --kv-model)"
+            )
         model = chosen[0]
         keys = _ollama_keys(
             endpoint, ask(endpoint, client, "POST", "/api/show", body={"model": model.id}, timeout_s=TIMEOUT_S, limit_bytes=LIMIT_BYTES)

@@ -139,7 +139,10 @@ def _block_size(architecture: Architecture, shape: EngineShape, length: int) -> 
             16,
         ) else []
     if shape.block_size is not None:
-        return shape.block_size, []
+        odd = shape.platform == "gpu" and not architecture.latent and shape.block_size % GPU_BLOCK
+        return shape.block_size, [
+            f"FlashAttention and FlashInfer take blocks of a multiple of {GPU_BLOCK}: with {shape.block_size} vLLM takes a slower kernel or refuses"
+        ] if odd else []
     if shape.platform == "cpu":
         return CPU_BLOCK, []
     if architecture.latent:

@@ -342,9 +342,7 @@ def test_a_key_that_multiplies_the_cache_of_an_unknown_family_is_refused(key: st
         read_architecture(_config("iquestloopcoder", num_key_value_heads=2, **{key: 2}))
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "row"), [("auto", 1152), ("fp8", 656), ("fp8_ds_mla", 656), ("fp8_e4m3", 576), ("nvfp4_ds_mla", 352)]
-)
+@pytest.mark.parametrize(("kv_dtype", "row"), [("auto", 1152), ("fp8", 656), ("fp8_ds_mla", 656), ("fp8_e4m3", 576), ("nvfp4_ds_mla", 352)])
 def test_fp8_of_a_sparse_latent_is_a_row_of_its_own(kv_dtype: str, row: int) -> None:
     config = json.loads((Path(__file__).parents[1] / "data" / "capacity" / "configs" / "deepseek-v3.2.json").read_text())
     assert growth(read_architecture(config), kv_dtype).growth_bytes_per_token == 61 * (row + 132)

@@ -279,7 +279,7 @@ def test_ranks_that_share_the_tokens_hold_a_share_each() -> None:
 @pytest.mark.parametrize(("card", "batched"), [(None, 8192), ("44GiB", 2048), ("80GiB", 8192), ("178GiB", 16384)])
 def test_window_layers_are_charged_for_what_a_card_of_this_size_batches(card: str | None, batched: int) -> None:
     config = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
-    memory = {"gpu_memory": card, "weights": "12GiB"} if card else {"kv_memory": "10GiB", "platform": "gpu"}
+    memory: dict[str, Any] = {"gpu_memory": card, "weights": "12GiB"} if card else {"kv_memory": "10GiB", "platform": "gpu"}
     made = plan(config, **memory)
     assert made.answer.layout.in_flight_tokens == 2 * batched
     assert any(f"taken as {batched}" in line for line in made.assumptions)
@@ -287,14 +287,16 @@ def test_window_layers_are_charged_for_what_a_card_of_this_size_batches(card: st
 
 def test_more_requests_than_vllm_seats_by_default_are_told_to_wait() -> None:
     config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
-    small = {"gpu_memory": "44GiB", "weights": "15GiB", "length": 64}
+    small: dict[str, Any] = {"gpu_memory": "44GiB", "weights": "15GiB", "length": 64}
     assert any("vLLM's default for this machine is 256: of 300 requests" in note for note in plan(config, concurrency=300, **small).notes)
     assert not any("vLLM's default" in note for note in plan(config, concurrency=300, max_num_seqs=300, **small).notes)
     assert not any("vLLM's default" in note for note in plan(config, concurrency=256, **small).notes)
 
 
-@pytest.mark.parametrize(("engine", "more"), [("llamacpp", {"tp": 2}), ("llamacpp", {"pp": 2}), ("llamacpp", {"dp": 2}), ("sglang", {"dcp": 2}), ("paged", {"dcp": 2})])
-def test_parallelism_that_an_engine_does_not_have_is_refused(engine: str, more: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "more"), [("llamacpp", {"tp": 2}), ("llamacpp", {"pp": 2}), ("llamacpp", {"dp": 2}), ("sglang", {"dcp": 2}), ("paged", {"dcp": 2})]
+)
+def test_parallelism_that_an_engine_does_not_have_is_refused(engine: str, more: dict[str, Any]) -> None:
     config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
     with pytest.raises(UsageError, match="planned"):
         plan(config, engine=engine, **more)
