@@ -67,6 +67,8 @@ LATENT = _names("""deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_ds
 EXPANDED = frozenset({"minicpm3"})
 # vLLM's code of these takes no notice of layers that slide beside full ones.
 ALL_KEPT_BY_VLLM = frozenset({"qwen2_moe"})
+# No member of these has attention: vLLM caches no prefixes of them.
+STATES_ONLY = frozenset({"mamba", "mamba2", "falcon_mamba"})
 TWO_CACHES_A_LAYER = frozenset({"longcat_flash"})
 
 # Families that keep something which no number here describes: refused, with what is not known.

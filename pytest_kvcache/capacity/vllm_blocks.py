@@ -156,7 +156,8 @@ def _caches(
     attention = [layer for layer in layers if layer.kind not in ("state", "none", "shared")]
     states = [layer for layer in layers if layer.state is not None]
     state_type = _state_type(shape, states)
-    aligned = shape.prefix_caching and bool(attention) and not (shape.platform == "cpu" and architecture.latent)
+    hybrid = bool(attention) or architecture.model_type not in families.STATES_ONLY  # vLLM goes by the class, whatever layers a file gives it
+    aligned = shape.prefix_caching and hybrid and not (shape.platform == "cpu" and architecture.latent)
     largest = max((state_bytes(layer, model_type, state_type, shape.tp) for layer in states), default=0)
     padded = 0
     if attention and largest:
