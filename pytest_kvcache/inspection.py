@@ -82,6 +82,7 @@ def prometheus_of(arguments: argparse.Namespace, settings: Settings) -> Promethe
         ca=settings.ca,
         proxy=settings.proxy,
         timeout_s=max(settings.scrape_timeout_s, 30.0),
+        model=settings.model,
     )
 
 

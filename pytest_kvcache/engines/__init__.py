@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pytest_kvcache.engines._combining import Values, read_values
+from pytest_kvcache.engines._combining import NOT_OVER_MODELS, Values, models_of, read_values
 from pytest_kvcache.engines._dialect import Dialect, JsonPath, has_prefix, looks_like, wanted_by
 from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.errors import UnknownEngine, UsageError
@@ -17,7 +17,8 @@ from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import SnapshotRecord, ValueRecord
 
 __all__ = [
-    "DIALECTS", "Dialect", "JsonPath", "RawState", "Sample", "Samples", "Values", "clean", "detect", "imported", "named", "owned_by",
+    "DIALECTS", "NOT_OVER_MODELS", "Dialect", "JsonPath", "RawState", "Sample", "Samples", "Values", "clean", "detect", "imported", "models_of",
+    "named", "owned_by",
     "read", "read_values", "signs", "wanted_by",
 ]  # fmt: skip
 

@@ -17,6 +17,9 @@ from pytest_kvcache.engines._reading import LATEST, LEAST, REASON_LIMIT, SAME, V
 from pytest_kvcache.engines._state import RawState
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 
+# Of several models these are nobody's: a full pool would hide behind the others, and a block of one is not a block of another.
+NOT_OVER_MODELS = frozenset({"usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens"})
+
 
 @dataclass(frozen=True)
 class Values:
@@ -49,6 +52,7 @@ def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Coll
         return Values(whole, {}, notes, version_of(view) if everything else "")
     rest = View(dialect, raw, samples, parts, None, wall_s)
     rest.parts = views
+    lacks = parts.lacks(raw.model)
     whole = {}
     for name in names:
         combined = _combine(name, views, names_of)
@@ -57,10 +61,15 @@ def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Coll
             # series is not asked: one of them might speak of one part only.
             of_all = rest.value(name)
             combined = of_all if isinstance(of_all, Reading) else combined
-        whole[name] = combined
+        whole[name] = Missing(lacks) if lacks and name in NOT_OVER_MODELS else combined
     ranks = {part: {name: view.value(name) for name in names} for part, view in zip(names_of, views, strict=True)}
     notes = [*notes_of(rest), *parts.of_models(numbers), *_spread(ranks)] if everything else []
     return Values(whole, ranks, notes, version_of(rest) if everything else "")
+
+
+def models_of(dialect: Dialect, raw: RawState) -> list[str]:
+    """Return the models that an exposition tells apart, by their names there."""
+    return Parts(dialect, samples_of(dialect, raw)).models
 
 
 def _combine(name: str, views: Sequence[View], names: Sequence[str]) -> Value:

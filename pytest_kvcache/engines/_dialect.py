@@ -185,7 +185,7 @@ class Dialect:
 
     Series with different values of ``rank_label`` are engine ranks behind one front end; ``server_labels`` tell servers apart where one
     exposition holds several. ``label_aliases`` are other names of a label on some series. ``mirror_labels`` tell copies of one value
-    apart, which are never added. ``rows`` makes series out of JSON bodies, or of series that were given other names. ``remarks`` says
+    apart, which are never added; rows with a value of one of ``share_labels`` are shares of the row that has none, which is their total. ``rows`` makes series out of JSON bodies, or of series that were given other names. ``remarks`` says
     what a reader should know of a state; ``asides`` are series that only it looks at, in ``View.raw``. ``info_aliases`` are other families
     that hold the labels of an info series, each with what stands before its labels there. Series whose names end in one of
     ``endings`` are kept as well: an engine whose users choose the prefix.
@@ -215,6 +215,7 @@ class Dialect:
     generates_by_step: bool = False
     label_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mirror_labels: frozenset[str] = frozenset()
+    share_labels: frozenset[str] = frozenset()
     extra_series: tuple[str, ...] = ()
     full_errors: tuple[str, ...] = ()
     claims: Callable[[RawState], bool] | None = None

@@ -63,11 +63,24 @@ class Parts:
         asked = model.lower() if self.model_at == self._any_case else model
         return [number for number, key in enumerate(self.keys) if key[self.model_at] == asked]
 
+    @cached_property
+    def models(self) -> list[str]:
+        """The models that the exposition tells apart."""
+        if self.model_at is None:
+            return []
+        return sorted({clean(model, 80) for key in self.keys if (model := key[self.model_at]) is not None})
+
+    def lacks(self, model: str) -> str:
+        """Return why nothing is read of what is told by model only, where several are told and the one that was asked for is not among them."""
+        if len(self.models) < 2 or not model or self.of_model(model):
+            return ""
+        return f"{len(self.models)} models in one exposition ({', '.join(self.models)[:150]}) and none is {clean(model, 80)}, which was asked for"
+
     def of_models(self, numbers: Sequence[int]) -> list[str]:
         """Return the note on several models: which are added up, or which of them is read."""
         if self.model_at is None:
             return []
-        every = sorted({clean(model, 80) for key in self.keys if (model := key[self.model_at]) is not None})
+        every = self.models
         read = {clean(model, 80) for number in numbers if (model := self.keys[number][self.model_at]) is not None}
         if len(every) < 2:
             return []

@@ -212,6 +212,7 @@ class View:
             if rows and rule.where:
                 rows = [row for row in rows if _matches(row, rule.where)]
                 narrowed = narrowed or f"{spelled} has no row where {rule.describe().partition(' where ')[2]}"
+            rows = _totals(rows, self.dialect.share_labels)
             if rows:
                 source = rule.source(spelled)
                 value = _fold(rows, rule.over, name, source, self.dialect.mirror_labels)
@@ -286,6 +287,12 @@ class View:
 def _matches(row: Sample, where: Mapping[tuple[str, ...], tuple[str, ...]]) -> bool:
     labels = row.labels
     return all(any(labels.get(f"exported_{key}", labels.get(key)) in values for key in keys) for keys, values in where.items())
+
+
+def _totals(rows: list[Sample], shares: frozenset[str]) -> list[Sample]:
+    """Return the rows without those that are a share of another one. Prometheus keeps no empty label: the total has it empty or not at all."""
+    whole = [row for row in rows if not any(row.labels.get(label) for label in shares)] if shares else rows
+    return whole or rows
 
 
 def _fold(rows: Sequence[Sample], over: tuple[str, ...], name: str, source: str, mirrors: frozenset[str] = frozenset()) -> float | Missing:

@@ -22,12 +22,16 @@ _FRONTEND = "dynamo_frontend"
 _FRONT = "dynamo_frontend_model_total_kv_blocks"
 # Only Dynamo's frontend has names that end so; any of them gives its prefix away.
 _SURE = ("_model_total_kv_blocks", "_model_kv_cache_block_size", "_model_max_num_batched_tokens")
+# A frontend that has no model yet has none of those; all three of these are its own.
+_TOGETHER = ("_inflight_requests", "_queued_requests", "_disconnected_clients")
 _ENDINGS = (*_SURE[:2], "_model_context_length", "_model_max_num_seqs", "_inflight_requests", "_queued_requests", "_model_rejection_total")
 _PREDICTED = "_worker_active_decode_blocks"
 _INFLIGHT, _QUEUED = "dynamo_frontend_inflight_requests", "dynamo_frontend_queued_requests"
 _INSIDE = "needs the series of the engine inside, on the worker's port (DYN_SYSTEM_PORT)"
 _WORKER = "a worker tells it (DYN_SYSTEM_PORT), the frontend does not"
 _SUCCESS = ("vllm:request_success_total", "trtllm_request_success_total")
+
+_STREAMED = ("is_streaming",)  # SGLang's counters from 2026 on
 
 _POOL = Series((*_TOTAL, _FRONT), hint=_WORKER)
 _USAGE = Series(
@@ -44,6 +48,9 @@ def _prefix(raw: RawState) -> str:
     """Return what the frontend's names begin with; "" where there is no frontend."""
     names = raw.metrics.names if raw.metrics is not None else frozenset()
     found = sorted({name[: -len(ending)] for name in names for ending in _SURE if name.endswith(ending)})
+    if not found:
+        stems = (name.removesuffix(_TOGETHER[0]) for name in names if name.endswith(_TOGETHER[0]))
+        found = sorted(stem for stem in stems if stem and all(stem + ending in names for ending in _TOGETHER))
     return _FRONTEND if _FRONTEND in found else next(iter(found), "")
 
 
@@ -140,6 +147,7 @@ DIALECT = Dialect(
     model_in_any_case=True,
     label_aliases={"model": ("model_name",), "dp_rank": ("engine",)},
     mirror_labels=frozenset({"tp_rank", "pp_rank", "moe_ep_rank"}),
+    share_labels=frozenset({"priority"}),
     json_paths=(JsonPath("/v1/models"),),
     version=absent("Dynamo's metrics do not name its version"),
     extra_series=_SGLANG,
@@ -180,15 +188,17 @@ DIALECT = Dialect(
         "rejections": Series(
             ("dynamo_frontend_model_rejection_total",), over=("endpoint",), hint="the frontend tells it, from 1.0 on and after its first refusal"
         ),
-        "prefix_queries": Series(("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total"), hint=_INSIDE),
+        "prefix_queries": Series(("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total"), over=_STREAMED, hint=_INSIDE),
         "prefix_hits": first_of(
             Series(("vllm:prefix_cache_hits_total",), hint=_INSIDE),
             Series(("sglang:cached_tokens_total",), where={("cache_source",): ("total",)}),
             Series(("sglang:cached_tokens_total",), over=("cache_source",)),
         ),
-        "prompt_tokens": Series(("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "trtllm_prompt_tokens_total"), hint=_INSIDE),
+        "prompt_tokens": Series(
+            ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", "trtllm_prompt_tokens_total"), over=_STREAMED, hint=_INSIDE
+        ),
         "generation_tokens": Series(
-            ("vllm:generation_tokens_total", "sglang:generation_tokens_total", "trtllm_generation_tokens_total"), hint=_INSIDE
+            ("vllm:generation_tokens_total", "sglang:generation_tokens_total", "trtllm_generation_tokens_total"), over=_STREAMED, hint=_INSIDE
         ),
         "finished": _finished(),
         "finished_stop": _finished("stop"),

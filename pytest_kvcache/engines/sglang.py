@@ -178,6 +178,11 @@ def _remarks(view: View) -> list[str]:
     return notes
 
 
+def _counted(name: str) -> Series:
+    """A counter of finished requests; from 2026 on streamed and other requests are counted apart."""
+    return Series((f"sglang:{name}_total", f"sglang:{name}"), over=("is_streaming",), hint=_FLAG, followed=_ALIVE)
+
+
 DIALECT = Dialect(
     name="sglang",
     title="SGLang",
@@ -190,6 +195,8 @@ DIALECT = Dialect(
     model_label="model_name",
     label_aliases={"model_name": ("name",)},  # 0.3
     mirror_labels=frozenset({"tp_rank", "pp_rank", "moe_ep_rank"}),
+    # With priority scheduling running and waiting requests are told by priority as well, and priority="" is all of them.
+    share_labels=frozenset({"priority"}),
     json_paths=(
         JsonPath("/server_info", sign=_INFO_SIGN),
         JsonPath("/get_server_info", sign=_INFO_SIGN),
@@ -265,7 +272,7 @@ DIALECT = Dialect(
         # num_retracted_reqs is a gauge that each log interval resets, and no count.
         "preemptions": Series(("sglang:num_retracted_requests_total", "sglang:num_retracted_requests"), hint=_FLAG, followed=_ALIVE),
         "rejections": absent("SGLang does not count what --max-queued-requests refuses"),
-        "prefix_queries": Series(("sglang:prompt_tokens_total", "sglang:prompt_tokens"), hint=_FLAG, followed=_ALIVE),
+        "prefix_queries": _counted("prompt_tokens"),
         # The row of cache_source="total" is the sum of the others; older versions have no such label.
         "prefix_hits": first_of(
             Series(
@@ -274,9 +281,9 @@ DIALECT = Dialect(
             ),
             Series(("sglang:cached_tokens_total", "sglang:cached_tokens"), over=("cache_source",), hint=_FLAG, followed=_ALIVE),
         ),
-        "prompt_tokens": Series(("sglang:prompt_tokens_total", "sglang:prompt_tokens"), hint=_FLAG, followed=_ALIVE),
-        "generation_tokens": Series(("sglang:generation_tokens_total", "sglang:generation_tokens"), hint=_FLAG, followed=_ALIVE),
-        "finished": Series(("sglang:num_requests_total", "sglang:num_requests"), hint=_FLAG, followed=_ALIVE),
+        "prompt_tokens": _counted("prompt_tokens"),
+        "generation_tokens": _counted("generation_tokens"),
+        "finished": _counted("num_requests"),
         "finished_stop": absent("SGLang does not count finished requests by reason"),
         "finished_length": absent("SGLang does not count finished requests by reason"),
         "finished_abort": Series(("sglang:num_aborted_requests_total", "sglang:num_aborted_requests"), hint=_FLAG, followed=_ALIVE),

@@ -1,7 +1,7 @@
 """What the load says and how it is read: outcomes, the options of a profile, and the frame of requests.jsonl.
 
 requests.jsonl starts with a ``start`` line, holds one ``request`` line per request and ``note`` lines, and finishes with an
-``end`` line. Exit codes of Locust cannot be trusted (a killed run exits 0), so only the ``end`` line makes a file complete.
+``end`` line. Where retries were asked for, each attempt of a request is a row of its own, with one ``id``. Exit codes of Locust cannot be trusted (a killed run exits 0), so only the ``end`` line makes a file complete.
 
 Outcomes of a request:
 
@@ -80,7 +80,7 @@ _WORKLOAD_OPTIONS = (
     "extra_body", "profile_options", "endpoints",
 )  # fmt: skip
 # These count where they are set, so that loads without them keep the hash that they had.
-_WORKLOAD_MORE = ("rate", "arrivals", "burstiness", "burst_size", "max_in_flight", "stages", "content")
+_WORKLOAD_MORE = ("rate", "arrivals", "burstiness", "burst_size", "max_in_flight", "stages", "content", "retries")
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,16 @@ def is_rejection(outcome: str) -> bool:
 
 @dataclass
 class LoadFile:
-    """What a requests.jsonl holds, without its rows. ``broken`` says why it cannot be read to its end."""
+    """What a requests.jsonl holds, without its rows, of which ``repeated`` are attempts after the first of a request. ``broken`` says why it cannot
+    be read to its end.
+    """
 
     path: Path
     start: LoadStart | None = None
     ends: list[LoadEnd] = field(default_factory=list)
     notes: list[LoadNote] = field(default_factory=list)
     rows: int = 0
+    repeated: int = 0
     broken: str = ""
 
     @property
@@ -142,6 +145,7 @@ def read_load(path: Path) -> LoadFile:
         for line in read_lines(path, LoadLine):
             if isinstance(line, RequestRow):
                 load.rows += 1
+                load.repeated += line.attempt > 0
             elif isinstance(line, LoadStart):
                 load.start = load.start or line
             elif isinstance(line, LoadEnd):

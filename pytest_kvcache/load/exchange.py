@@ -20,6 +20,9 @@ from pytest_kvcache.records import RequestRow
 
 # Servers close idle connections (uvicorn after 5 s); one that was idle for longer than this is not used again.
 IDLE_REUSE_S = 2.0
+# What may go better a moment later, as long as nothing of an answer has come.
+_RETRIED = frozenset({contract.QUEUE_FULL, contract.RATE_LIMITED, contract.SERVER_ERROR, contract.REFUSED_CONNECTION, contract.RESET})
+_LONGEST_BACKOFF_S = 30.0
 _CLOSED = (HTTPConnectionClosed, ConnectionResetError, BrokenPipeError)
 
 
@@ -46,8 +49,34 @@ class Sender:
     def send(self, number: int, lane: str, plan: Plan, key: str, intended_s: float) -> Ended:
         """Send one planned request, record what became of it, and return how it ended.
 
-        ``key`` names its prompt; ``intended_s`` is when it should have started, in monotonic seconds. Raises GreenletExit, with its row written, when the load ends meanwhile.
+        ``key`` names its prompt; ``intended_s`` is when it should have started, in monotonic seconds. With ``--kv-retries`` it goes out again where it was
+        refused or failed before its first token. Raises GreenletExit, with its row written, when the load ends meanwhile.
         """
+        attempt, due_s = 0, intended_s
+        while True:
+            ended, wait_s = self._attempt(number, lane, plan, key, due_s, attempt, intended_s)
+            if wait_s is None:
+                return ended
+            attempt, due_s = attempt + 1, ended.end_s + wait_s
+            try:
+                gevent.sleep(max(0.0, due_s - monotonic()))
+            except GreenletExit:
+                self.session.dropped()
+                raise
+            if self.session.reason or not self.session.active:
+                self.session.dropped()
+                return ended
+
+    def _again_in(self, outcome: str, stream: Stream, retry_after_s: float | None, attempt: int) -> float | None:
+        """Return after how many seconds the request is sent again; None where it is not: nothing is, unless it was asked for."""
+        knobs = self.session.knobs
+        if attempt >= knobs.retries or outcome not in _RETRIED or stream.first_token_s is not None or self.session.reason:
+            return None
+        wait_s = min(knobs.backoff_s * 2**attempt, _LONGEST_BACKOFF_S) if retry_after_s is None else retry_after_s
+        return wait_s if wait_s <= knobs.request_timeout_s else None
+
+    def _attempt(self, number: int, lane: str, plan: Plan, key: str, intended_s: float, attempt: int, first_s: float) -> tuple[Ended, float | None]:
+        """Send a request once and record it; return how it ended, and after how many seconds it is sent again (None: not)."""
         session, target = self.session, self._target
         try:
             assert session.source is not None
@@ -84,6 +113,7 @@ class Sender:
         outcome, error_text, retry_after_s = verdict
         self._idle_since_s = end_s
         offset_s = session.offset_s
+        again_s = self._again_in(outcome, stream, retry_after_s, attempt)
         session.record(
             RequestRow(
                 id=number,
@@ -112,7 +142,10 @@ class Sender:
                 prefix_tokens=None if plan.shared is None else plan.shared[1] + session.source.front,
                 prompt=prompt.text if session.knobs.keep_text else None,
                 answer=stream.answer,
-            )
+                attempt=attempt,
+                first_intended_s=round(offset_s + first_s, 6) if attempt else None,
+            ),
+            last=again_s is None,
         )
         if leaving is not None:
             raise leaving
@@ -121,7 +154,7 @@ class Sender:
         failed = contract.is_rejection(outcome)
         failure = (f"{outcome} (HTTP {status})" if status else outcome) if failed else ""
         tell(session.environment, lane, f"{target.path} {lane}", failure, sent_s, end_s, stream)
-        return Ended(outcome, end_s, failed)
+        return Ended(outcome, end_s, failed), again_s
 
     def _compare_limit(self, error: str, output_tokens: int) -> None:
         """Note once that the server refuses by another limit than lengths were planned by: then the plan is wrong, not the server."""

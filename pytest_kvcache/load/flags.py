@@ -48,7 +48,8 @@ _LOAD: tuple[tuple[str, Any, str, bool], ...] = (
     ("stages", "", f"level over time: {', '.join(SHAPES)}, or a list as 30s:2,1m:2-8 of requests a second (--kv-rate) or users", True),
     ("ramp_s", -1.0, "seconds over which the users start, evenly; 0 starts all at once, in lockstep; -1 is a tenth of the load, at most 1 s", True),
     ("think_s", 0.0, "seconds that a user waits after an answer", True),
-    ("backoff_s", 0.25, "seconds that a user waits after a refusal or a broken connection; nothing is retried", True),
+    ("backoff_s", 0.25, "seconds that a user waits after a refusal or a broken connection, and a first retry where no Retry-After says it", True),
+    ("retries", 0, "how often a request that was refused, or failed before its first token, is sent again; each attempt is a row of its own", True),
     ("request_timeout_s", 300.0, "longest time in seconds that one request may take", True),
     ("rows", "", "file that gets one row a request; default: reports/<time>-locust-<profile>/requests.jsonl", False),
     ("keep_text", False, "keep prompts and answers in the rows", False),
@@ -87,6 +88,7 @@ class Knobs:
     ramp_s: float = -1.0
     think_s: float = 0.0
     backoff_s: float = 0.25
+    retries: int = 0
     request_timeout_s: float = 300.0
     rows: str = ""
     keep_text: bool = False

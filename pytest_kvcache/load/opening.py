@@ -193,6 +193,7 @@ def write_start(session: LoadSession) -> None:
         "stages": knobs.stages,
         "think_s": knobs.think_s,
         "backoff_s": knobs.backoff_s,
+        "retries": knobs.retries,
         "request_timeout_s": knobs.request_timeout_s,
         "stop_timeout_s": float(session.environment.stop_timeout or 0),
         "profile_options": _shown_options(session),

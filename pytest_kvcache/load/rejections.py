@@ -22,7 +22,7 @@ from pytest_kvcache.server.redaction import redact
 ERROR_TEXT_LIMIT = 500
 BODY_LIMIT = 65_536
 
-# Seen in vLLM 0.8 to 0.32, SGLang 0.5, llama.cpp, TGI 3.3, TensorRT-LLM 1.x, LMDeploy 0.16, llm-d-inference-sim 0.10.
+# Seen in vLLM 0.8 to 0.32, SGLang 0.5, llama.cpp, TGI 3.3, TensorRT-LLM 1.x, LMDeploy 0.16, llm-d-inference-sim 0.10, Dynamo, Ray Serve, Triton.
 _OVER_LENGTH = re.compile(
     r"maximum context length|model'?s? context length|available context size|exceed_context_size_error"
     r"|exceeds the maximum allowed length|should not exceed max_num_tokens|longer than the maximum model length"
@@ -33,7 +33,7 @@ _OVER_LENGTH = re.compile(
 )
 _QUEUE_FULL = re.compile(
     r"queue (?:is )?full|engine is currently busy|backlog limit|overload|no (?:available |free )?capacity|server is busy|at capacity"
-    r"|reset reason: overflow|too many (?:concurrent|pending|queued|waiting)|max(?:imum)? (?:number of )?(?:queued|concurrent|pending)",
+    r"|reset reason: overflow|workers are busy|backpressure|maximum queue (?:size|length)|aborted by a higher priority|system saturated|too many (?:concurrent|pending|queued|waiting)|max(?:imum)? (?:number of )?(?:queued|concurrent|pending)",
     re.IGNORECASE,
 )
 _RATE = re.compile(r"rate.?limit|quota|too many requests|tokens per (?:minute|day)|requests per (?:minute|second|day)", re.IGNORECASE)
@@ -116,6 +116,8 @@ def error_of(body: Any) -> tuple[str, int | None] | None:
     else:
         text = error if isinstance(error, str) else str(error)
         code = body.get("code")
+    if isinstance(code, str) and re.fullmatch("[1-5][0-9]{2}", code):
+        code = int(code)  # as gateways write it
     return text, code if isinstance(code, int) and not isinstance(code, bool) else None
 
 

@@ -52,7 +52,7 @@ class Asked(TypedDict, total=False):
     """What is asked of a load, by keyword. 0 users and output tokens take the profile's own, 0 seconds take 30.
 
     ``options`` holds options of the profile and of the load by name (``requests``, ``nonce``, ``lengths``, ``think_s``,
-    ``backoff_s``, ``stop_timeout_s``; ``rate``, ``arrivals``, ``stages`` and the others that ``--kv-help`` lists). ``processes``
+    ``backoff_s``, ``retries``, ``stop_timeout_s``; ``rate``, ``arrivals``, ``stages`` and the others that ``--kv-help`` lists). ``processes``
     above 1 spreads the load over so many worker processes of this machine, whose rows come together in the one file.
     """
 
@@ -307,8 +307,8 @@ def _failed(what: str, where: str, hint: str, exit_code: int) -> LoadFailed:
 
 def _problems(load: LoadFile, wanted: int) -> list[str]:
     problems = []
-    if load.reason in contract.PLANNED_ENDS and load.rows < wanted:
-        problems.append(f"{load.rows} of {wanted} requests were sent")
+    if load.reason in contract.PLANNED_ENDS and load.rows - load.repeated < wanted:
+        problems.append(f"{load.rows - load.repeated} of {wanted} requests were sent")
     if load.ends and load.reason not in contract.PLANNED_ENDS:
         problems.append(f"the load ended early: {load.reason}")
     counted = sum(end.rows for end in load.ends)

@@ -224,10 +224,10 @@ class LoadSession:
             self._heads[index, output_tokens] = head
         return head
 
-    def record(self, row: RequestRow) -> None:
-        """Take the row of a request that has ended."""
-        self.in_flight -= 1
-        self.finished += 1
+    def record(self, row: RequestRow, *, last: bool = True) -> None:
+        """Take the row of a request that has ended, or with ``last`` False of an attempt after which it is sent again."""
+        self.in_flight -= last
+        self.finished += last
         if self.rows is not None:
             self.rows.add(row)
         if row.outcome == contract.REFUSED_CONNECTION:
@@ -250,7 +250,7 @@ class LoadSession:
             self.note("connections", f"the server {index} closes kept connections unsaid: each request gets its own from now on")
 
     def dropped(self) -> None:
-        """Count a request that broke in our own code before it had a row."""
+        """Count a request that broke in our own code before it had a row, or that is not sent again any more."""
         self.in_flight -= 1
         self.finished += 1
         self._end_by_count()

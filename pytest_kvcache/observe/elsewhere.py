@@ -11,7 +11,8 @@ from pytest_kvcache.engines import Samples
 from pytest_kvcache.errors import EndpointUnreachable, KvError
 from pytest_kvcache.observe.answers import MOST_METRICS_BYTES, samples_of
 from pytest_kvcache.observe.joining import join_samples
-from pytest_kvcache.observe.prometheus import Key, Prometheus
+from pytest_kvcache.observe.prometheus import Prometheus
+from pytest_kvcache.observe.series import Key
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.server.address import Endpoint, MetricsPage, PrometheusSource
 from pytest_kvcache.server.transport import ask

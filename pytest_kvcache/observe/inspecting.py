@@ -15,12 +15,14 @@ from typing import Any
 
 from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Samples, clean, detect, named, read_values, wanted_by
 from pytest_kvcache.errors import UnknownEngine, UsageError
+from pytest_kvcache.observe.answered import read_answers
 from pytest_kvcache.observe.dcgm import FAMILIES as DCGM_FAMILIES
 from pytest_kvcache.observe.dcgm import read_dcgm
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.observe.joining import join_samples, telling_servers_apart
 from pytest_kvcache.observe.pasted import MOST_BYTES, Pasted, body_paths, error_of, sort_text
 from pytest_kvcache.observe.prometheus import Fleet
+from pytest_kvcache.observe.series import TARGET
 from pytest_kvcache.observe.size_notes import size_notes
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 from pytest_kvcache.records import GpuRow
@@ -126,7 +128,7 @@ def inspect(
         raw.log_facts = {**raw.log_facts, **log.facts}
     if dialect is not None:
         found.engine, found.title = dialect.name, dialect.title
-        values = read_values(telling_servers_apart(dialect) if apart else dialect, raw)
+        values = read_values(telling_servers_apart(dialect, *apart) if apart else dialect, raw)
         found.quantities, found.ranks, found.version = dict(values.whole), values.ranks, values.version
         found.notes = [*values.notes, *found.notes]
     elif log.engine and not found.why:
@@ -150,22 +152,27 @@ def inspect(
     return found
 
 
-def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], candidates: Sequence[Dialect]) -> bool:
-    """Parse the expositions into ``raw`` and the cards into ``found``; say whether they are of several servers."""
+def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], candidates: Sequence[Dialect]) -> tuple[str, ...]:
+    """Parse the expositions into ``raw`` and the cards into ``found``; return the labels that tell servers apart where there are several."""
     wanted = wanted_by(candidates, DCGM_FAMILIES)
-    parts: list[tuple[str, Samples]] = []
-    texts: set[str] = set()
-    cards: dict[str, list[Any]] = {}
+    told: list[tuple[str, Samples]] = []
+    texts = {""}
     for part in pasted:
-        if not part.exposition or part.exposition in texts:
-            continue
-        texts.add(part.exposition)
-        samples = parse_samples(part.exposition, wanted)
+        if part.exposition not in texts:
+            texts.add(part.exposition)
+            told.append((part.name, parse_samples(part.exposition, wanted)))
+    answered = read_answers([body for part in pasted for body in part.answers], candidates)
+    found.notes += answered.notes
+    if answered.samples is not None:
+        told.append(("Prometheus", answered.samples))
+    parts: list[tuple[str, Samples]] = []
+    cards: dict[str, list[Any]] = {}
+    for name, samples in told:
         for family in DCGM_FAMILIES & samples.rows.keys():
             cards.setdefault(family, []).extend(samples.rows[family])
-        rest = {name: rows for name, rows in samples.rows.items() if name not in DCGM_FAMILIES}
+        rest = {family: rows for family, rows in samples.rows.items() if family not in DCGM_FAMILIES}
         if rest or not DCGM_FAMILIES & samples.names:
-            parts.append((part.name, Samples(rest, samples.names, samples.bad_lines, samples.in_blocks)))
+            parts.append((name, Samples(rest, samples.names, samples.bad_lines, samples.in_blocks)))
     if cards:
         rows = read_dcgm(Samples(cards, frozenset(cards)))
         if isinstance(rows, Missing):
@@ -175,7 +182,7 @@ def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], ca
     if raw.metrics is not None:
         parts.insert(0, ("server", raw.metrics))
     if not parts:
-        return False
+        return ()
     names = [name for name, _ in parts]
     unique = [(name if names.count(name) == 1 else f"{name} #{number}", samples) for number, (name, samples) in enumerate(parts, start=1)]
     raw.metrics = join_samples(unique)
@@ -183,7 +190,7 @@ def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], ca
     apart = len(parts) > 1 and any(len(samples.rows.get(name, ())) for name in shared for _, samples in unique[1:])
     if apart:
         found.notes.append(f"{len(parts)} scrapes are read as {len(parts)} servers; for one server at two moments inspect them one by one")
-    return apart
+    return TARGET if answered.targets > 1 else ("instance",) if apart else ()
 
 
 def _take_bodies(found: Inspection, raw: RawState, pasted: Sequence[Pasted], candidates: Sequence[Dialect]) -> None:
@@ -304,6 +311,8 @@ def _nothing(pasted: Sequence[Pasted], raw: RawState, found: Inspection) -> str:
     """Return in one sentence what was there, where nothing could be judged."""
     title = found.title
     reasons = [f"{part.name}: {part.problem}" for part in pasted if part.problem]
+    if not reasons and raw.metrics is None and any(part.answers for part in pasted):
+        reasons = found.notes[:3]
     if not reasons and raw.metrics is None and not raw.json:
         lines = [line for part in pasted for line in part.log.splitlines() if line.strip()][:2]
         shown = "; ".join(repr(clean(redact(line), 120)) for line in lines)

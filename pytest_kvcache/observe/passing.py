@@ -86,7 +86,7 @@ def watch_run(
 def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, step_s: float, cards: str = "") -> Run:
     """Return a window that a Prometheus server holds as a Run in ``folder``; ``cards`` are matchers of its DCGM exporters.
 
-    Raises CannotJudge where no target told a quantity or the targets are of several engines, and what ``Prometheus.window`` raises.
+    Raises CannotJudge where no target told a quantity or the targets are of several engines or models, and what ``Prometheus.window`` raises.
     """
     told = server.window(start_s, end_s, step_s)
     targets = [target for target in told if target.dialect is not None and any(row.values for row in target.rows)]
@@ -99,6 +99,13 @@ def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, ste
     engines = sorted({target.dialect.title for target in targets if target.dialect is not None})
     if len(engines) > 1:
         raise CannotJudge(f"the selector matches several engines: {', '.join(engines)}", where=where, hint="a narrower --selector")
+    models = sorted({model for target in targets for model in target.models})
+    if len(models) > 1 and not server.model:
+        raise CannotJudge(
+            f"the selector matches {len(models)} models: {', '.join(models)[:300]}",
+            where=where,
+            hint="name one with --model, or a narrower --selector",
+        )
     after = _at(server, targets, end_s)
     before = _at(server, targets, start_s, instead=after)
     notes = [f"a peak between two points of {step_s:g} s is not seen"]

@@ -18,22 +18,28 @@ from pytest_kvcache.server.rootcause import strip_escapes
 
 MOST_BYTES = 32 << 20
 _MOST_TRIES = 200
+_PROMETHEUS = frozenset({"vector", "matrix", "scalar", "string"})
 _SAMPLE = re.compile(
     r"[ \t]*+(?:[a-zA-Z_:][a-zA-Z0-9_:.]*+[ \t]*+(?:\{(?:[^\"}]++|\"(?:[^\"\\]++|\\.)*+\")*+\})?|\{(?:[^\"}]++|\"(?:[^\"\\]++|\\.)*+\")*+\})[ \t]*+"
     r"(?:[-+]?[0-9][0-9.]*+(?:[eE][-+]?[0-9]+)?|[-+]?[Ii]nf|NaN|nan)(?:[ \t]++[-+]?[0-9.]+)?(?:[ \t]*#[ \t]*\{.*)?[ \t]*\r?\Z"
 )
 _COMMENT = re.compile(r"[ \t]*# (?:HELP|TYPE|UNIT|EOF)\b")
+# promtool query: name{label="value", ...} => value @[time]
+_PROMTOOL = re.compile(r"^([a-zA-Z_:{][^\n]*?) => ([-+]?[0-9][0-9.eE+-]*|[-+]?Inf|NaN) @\[[0-9.]+\][ \t]*$", re.MULTILINE)
 _CUT = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:.]*+(?:\{|\Z)")
 _STATUS = re.compile(r"HTTP/[0-9.]{1,3} ([0-9]{3})")
 
 
 @dataclass
 class Pasted:
-    """What one source held. ``json`` are the bodies as parsed, ``log`` all that is neither sample nor JSON, ``problem`` why it is of no use."""
+    """What one source held. ``json`` are the bodies as parsed, ``answers`` those of a Prometheus server, ``log`` all that is neither sample nor
+    JSON, ``problem`` why it is of no use.
+    """
 
     name: str
     exposition: str = ""
     json: list[Any] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
     log: str = ""
     problem: str = ""
 
@@ -41,9 +47,14 @@ class Pasted:
     def kinds(self) -> str:
         """What was found, in words."""
         found = ["a scrape"] if self.exposition else []
+        found += ["an answer of Prometheus"] if self.answers else []
         found += [f"{len(self.json)} JSON bodies" if len(self.json) > 1 else "a JSON body"] if self.json else []
         found += ["a log"] if self.log else []
         return ", ".join(found) or "nothing that is known"
+
+    def take(self, body: Any) -> None:
+        """Keep a parsed JSON body."""
+        (self.answers if is_answer(body) else self.json).append(body)
 
 
 def sort_text(name: str, data: bytes) -> Pasted:
@@ -54,7 +65,7 @@ def sort_text(name: str, data: bytes) -> Pasted:
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what a redirection of an older PowerShell writes
         text = data.decode("utf-16", "replace")
     whole = _json(text)  # a body on one line may look like a line of a log
-    text = text if whole is not None else _without_headers(unwrap(text), found)
+    text = text if whole is not None else _PROMTOOL.sub(r"\1 \2", _without_headers(unwrap(text), found))
     if not text.strip():
         found.problem = found.problem or "it is empty: nothing is told, which is not zero"
         return found
@@ -67,7 +78,7 @@ def sort_text(name: str, data: bytes) -> Pasted:
         return found
     whole = _json(text)
     if whole is not None:
-        found.json.append(whole)
+        found.take(whole)
         return found
     _split(text, found)
     _end(text, found)
@@ -124,7 +135,7 @@ def _split(text: str, found: Pasted) -> None:
             except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict) or (isinstance(value, list) and (not value or isinstance(value[0], dict))):
-                found.json.append(value)
+                found.take(value)
                 at = after
                 continue
         if _COMMENT.match(line) or _SAMPLE.match(line):
@@ -135,6 +146,12 @@ def _split(text: str, found: Pasted) -> None:
     if any(not _COMMENT.match(line) for line in samples):
         found.exposition = "\n".join(samples) + "\n"
     found.log = "\n".join(log) + "\n" if any(strip_escapes(line).strip() for line in log[:1000]) else ""
+
+
+def is_answer(body: object) -> bool:
+    """Say whether a JSON body is an answer of Prometheus' query API, or of one that speaks it (Thanos, Mimir, VictoriaMetrics)."""
+    data = body.get("data") if isinstance(body, dict) else None
+    return isinstance(data, dict) and data.get("resultType") in _PROMETHEUS and "result" in data
 
 
 def body_paths(body: Any, dialects: Iterable[Dialect]) -> list[str]:

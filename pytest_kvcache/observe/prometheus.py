@@ -10,31 +10,40 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvcache.engines import DIALECTS, Dialect, RawState, Sample, Samples, clean, detect, read, read_values, wanted_by
+import msgspec
+
+from pytest_kvcache.engines import (
+    DIALECTS,
+    NOT_OVER_MODELS,
+    Dialect,
+    RawState,
+    Sample,
+    Samples,
+    clean,
+    detect,
+    models_of,
+    read,
+    read_values,
+    wanted_by,
+)
 from pytest_kvcache.errors import CannotJudge, EndpointRefused, UnknownEngine, UsageError
 from pytest_kvcache.observe.joining import telling_servers_apart
 from pytest_kvcache.observe.sampled import SAMPLED
+from pytest_kvcache.observe.series import TARGET, Key, Marked, Series, by_target, key_of, millis, name_of, samples_of, series_of, utc
 from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import SnapshotRecord, TelemetryRow
+from pytest_kvcache.records import SnapshotRecord, TelemetryRow, ValueRecord
 from pytest_kvcache.server.address import Endpoint, parse_endpoint
 from pytest_kvcache.server.transport import Answer, ask, error_text
 from pytest_kvcache.settings import Settings
 
 MOST_POINTS = 11_000
 MOST_LOOKS = 100_000
-MOST_TARGETS = 1_000
 _BYTES = 32 << 20
-# What tells one scraped target from another. What is left of a series' labels is the engine's own.
-_TARGET = ("cluster", "namespace", "job", "instance", "pod", "node")
 _SELECTOR = re.compile(r'\s*+\{?(\s*+(?:[a-zA-Z_][a-zA-Z0-9_]*+\s*+(?:=~|!~|!=|=)\s*+"(?:[^"\\\n]++|\\.)*+"\s*+(?:,\s*+|(?=\}|\Z)))*+)\}?\s*+\Z')
-
-Key = tuple[tuple[str, str], ...]
-_Series = tuple[dict[str, str], list[tuple[float, float]]]
-_Marked = tuple[dict[str, str], list[tuple[int, float]]]  # times in milliseconds
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class Target:
     """One scraped server in a window of time. ``dialect`` is None, and ``error`` says why, where none reads its series.
 
     ``rows`` are in order of time, one a step; ``values`` of a row are the numeric quantities, and ``error`` says that nothing was there.
+    ``models`` are those that its series name.
     """
 
     name: str
@@ -49,6 +59,7 @@ class Target:
     dialect: Dialect | None
     rows: list[TelemetryRow] = field(default_factory=list)
     error: str = ""
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class Prometheus:
 
     ``url`` is its address with its path prefix, without /api. No key is sent but the one in the environment variable
     ``api_key_env``; user-info of the address becomes Basic authorization of that address. Raises UsageError for an address or a
-    selector (``job="vllm",namespace="prod"``) that cannot be meant.
+    selector (``job="vllm",namespace="prod"``) that cannot be meant. ``model`` names the one that is read, where the series name several.
     """
 
     def __init__(
@@ -83,11 +94,13 @@ class Prometheus:
         proxy: str = "",
         timeout_s: float = 30.0,
         dialects: Iterable[Dialect] | None = None,
+        model: str = "",
     ) -> None:
         settings = Settings(metrics_api_key_env=api_key_env, ca=ca, proxy=proxy)
         self.endpoint: Endpoint = parse_endpoint(re.sub(r"/(?:api/v1|graph|query)/?\Z", "", url.strip()), settings)
         self.selector = _matchers(selector)
         self.timeout_s = timeout_s
+        self.model = model
         self.dialects = list(DIALECTS.values() if dialects is None else dialects)
         self._wanted = wanted_by(self.dialects)
         self._names_held: list[str] = []
@@ -118,14 +131,16 @@ class Prometheus:
         names = self._names(start_wall_s, end_wall_s)
         form = {"query": self._query(names), "start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}", "step": f"{step_s:.3f}"}
         series = self._result("/api/v1/query_range", form, "matrix")
-        targets = _by_target(series)
-        times = [_mark(start_wall_s) + number * _mark(step_s) for number in range(points)]
+        targets = by_target(series)
+        times = [millis(start_wall_s) + number * millis(step_s) for number in range(points)]
         if len(targets) * points > MOST_LOOKS:
             raise UsageError(
                 f"{len(targets)} targets x {points:,} points are more than {MOST_LOOKS:,}",
                 hint="a longer step, a shorter window or a narrower selector",
             )
-        read_ones = [target for key, found in sorted(targets.items()) if (target := self._target(key, found, times)) is not None]
+        read_ones = [
+            target for key, found in sorted(targets.items()) if (target := read_target(self.dialects, key, found, times, self.model)) is not None
+        ]
         if not read_ones:
             raise CannotJudge(
                 f"{len(targets)} targets match, and no dialect reads any of them",
@@ -141,28 +156,30 @@ class Prometheus:
         series = self._result("/api/v1/query", {"query": self._query(names), "time": f"{wall_s:.3f}"}, "vector")
         if not series:
             raise CannotJudge(
-                f"no series was there at that time ({_utc(wall_s)})", where=self.endpoint.shown, hint="another --at, or a wider selector"
+                f"no series was there at that time ({utc(wall_s)})", where=self.endpoint.shown, hint="another --at, or a wider selector"
             )
         targets: dict[str, SnapshotRecord] = {}
         states: list[tuple[Dialect, Samples]] = []
         labels_of: list[Mapping[str, str]] = []
         skipped: list[str] = []
-        for key, found in sorted(_by_target(series).items()):
-            samples = _samples((labels, value[0][1]) for labels, value in found)
-            raw = self._state(samples)
+        for key, found in sorted(by_target(series).items()):
+            samples = samples_of((labels, value[0][1]) for labels, value in found)
+            raw = state_of(self.dialects, samples, self.model)
             try:
                 dialect = detect(raw, self.dialects)
             except UnknownEngine as error:
                 if "several engines" in error.what:
-                    raise UnknownEngine(f"{_name(key)}: {error.what}", where=self.endpoint.shown, hint=error.hint) from None
-                skipped.append(_name(key))
+                    raise UnknownEngine(f"{name_of(key)}: {error.what}", where=self.endpoint.shown, hint=error.hint) from None
+                skipped.append(name_of(key))
                 continue
-            targets[_name(key)] = read(dialect, raw, wall_s, _name(key))
+            if _is_other(dialect, models_of(dialect, raw), self.model):
+                continue
+            targets[name_of(key)] = read(dialect, raw, wall_s, name_of(key))
             states.append((dialect, samples))
             labels_of.append(dict(key))
         if not states:
             raise CannotJudge(
-                f"{len(skipped)} targets match, and no dialect reads any of them",
+                f"no target serves {clean(self.model, 80)}" if self.model else f"{len(skipped)} targets match, and no dialect reads any of them",
                 where=self.endpoint.shown,
                 hint="a selector that matches the engines",
             )
@@ -176,11 +193,18 @@ class Prometheus:
         for _, samples in states:
             for name, rows in samples.rows.items():
                 joined.setdefault(name, []).extend(rows)
-        several = telling_servers_apart(first, *_TARGET) if len(states) > 1 else first
-        whole = read(several, self._state(Samples(joined, frozenset(joined))), wall_s, self.endpoint.shown)
+        several = telling_servers_apart(first, *TARGET) if len(states) > 1 else first
+        state = state_of(self.dialects, Samples(joined, frozenset(joined)), self.model)
+        whole = read(several, state, wall_s, self.endpoint.shown)
+        models = [] if self.model else models_of(several, state)
+        if len(models) > 1:
+            why = ValueRecord.of(
+                Missing(f"the selector matches {len(models)} models ({', '.join(models)[:150]}), of which each has its own row: name one (--model)")
+            )
+            whole = msgspec.structs.replace(whole, quantities={**whole.quantities, **dict.fromkeys(NOT_OVER_MODELS, why)})
         return Fleet(whole, targets, first.title, tuple(skipped), tuple(labels_of))
 
-    def series(self, names: Iterable[str], selector: str, start_wall_s: float, end_wall_s: float, step_s: float) -> list[_Series]:
+    def series(self, names: Iterable[str], selector: str, start_wall_s: float, end_wall_s: float, step_s: float) -> list[Series]:
         """Return series of other targets by name, each with its labels and samples at the steps; [] where there are none. Raises what ``window`` raises."""
         form = {"query": self._query(names, _matchers(selector)), "start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}", "step": f"{step_s:.3f}"}
         return self._result("/api/v1/query_range", form, "matrix")
@@ -198,36 +222,9 @@ class Prometheus:
             raise CannotJudge(f"Prometheus has scraped none of the targets for {reach_s:g} s", where=self.endpoint.shown)
         newest: dict[Key, float] = {}
         for labels, points in series:
-            key = _key(labels)
+            key = key_of(labels)
             newest[key] = max(newest.get(key, 0.0), points[-1][0])
-        return _samples((labels, points[-1][1]) for labels, points in series), newest
-
-    def _state(self, samples: Samples) -> RawState:
-        state = RawState(metrics=samples)
-        paths = {path.path for dialect in self.dialects for path in dialect.json_paths}
-        state.json = {path: Missing(f"{path} is not in Prometheus") for path in paths}
-        return state
-
-    def _target(self, key: Key, found: list[_Marked], times: list[int]) -> Target | None:
-        """Return one target; None where it is no engine at all (an exporter of something else)."""
-        name, labels = _name(key), dict(key)
-        try:
-            dialect = detect(self._state(_samples((own, math.nan) for own, _ in found)), self.dialects)
-        except UnknownEngine as error:
-            return Target(name, labels, None, error=error.what) if "several engines" in error.what else None
-        at = [(own, dict(values)) for own, values in found]
-        rows = []
-        for mark in times:
-            wall_s = mark / 1000
-            samples = _samples((own, values[mark]) for own, values in at if mark in values)
-            if not samples.rows:
-                rows.append(TelemetryRow(wall_s=wall_s, error="Prometheus holds no sample of this target at this time"))
-                continue
-            values = read_values(dialect, self._state(samples), wall_s, only=SAMPLED)
-            numbers = _numbers(values.whole)
-            ranks = {rank: _numbers(told) for rank, told in values.ranks.items()}
-            rows.append(TelemetryRow(wall_s=wall_s, values=numbers, ranks=ranks, error="" if numbers else "no quantity could be read at this time"))
-        return Target(name, labels, dialect, rows)
+        return samples_of((labels, points[-1][1]) for labels, points in series), newest
 
     def _query(self, names: Iterable[str], selector: str | None = None) -> str:
         pattern = "|".join(re.escape(name) for name in names).replace("\\", "\\\\")
@@ -249,7 +246,7 @@ class Prometheus:
         where = self.endpoint.shown
         if not names:
             hint = "look at the labels of a target under /targets of the server" if self.selector else "does it scrape anything yet?"
-            when = f"between {_utc(start_wall_s)} and {_utc(end_wall_s)}"
+            when = f"between {utc(start_wall_s)} and {utc(end_wall_s)}"
             raise CannotJudge(
                 f"no series matches {{{self.selector}}} {when}" if self.selector else f"it holds no series {when}", where=where, hint=hint
             )
@@ -260,18 +257,13 @@ class Prometheus:
             hint="a selector that matches the engines' own targets",
         )
 
-    def _result(self, path: str, form: dict[str, str], kind: str) -> list[_Series]:
+    def _result(self, path: str, form: dict[str, str], kind: str) -> list[Series]:
         data = self._data(path, form, "POST")
         if not isinstance(data, dict) or data.get("resultType") != kind or not isinstance(data.get("result"), list):
             raise self._no_prometheus(f"its result is no {kind}")
-        series = []
-        for row in data["result"]:
-            labels, values = (row.get("metric"), row.get("values", [row.get("value")])) if isinstance(row, dict) else (None, None)
-            if not isinstance(labels, dict) or not isinstance(values, list):
-                raise self._no_prometheus("a series of its result has another form")
-            points = [point for value in values if (point := _point(value)) is not None]
-            if points:
-                series.append(({str(name): str(text) for name, text in labels.items()}, points))
+        series = series_of(data["result"])
+        if series is None:
+            raise self._no_prometheus("a series of its result has another form")
         return series
 
     def _data(self, path: str, form: dict[str, str], method: str) -> Any:
@@ -314,6 +306,47 @@ class Prometheus:
         return self._no_prometheus(said or "an answer of another form")
 
 
+def state_of(dialects: Iterable[Dialect], samples: Samples, model: str = "") -> RawState:
+    """Return samples of a Prometheus server as the state of a server, whose JSON bodies are not there."""
+    state = RawState(metrics=samples, model=model)
+    state.json = {path.path: Missing(f"{path.path} is not in Prometheus") for dialect in dialects for path in dialect.json_paths}
+    return state
+
+
+def read_target(dialects: Sequence[Dialect], key: Key, found: Sequence[Marked], times: Sequence[int], model: str = "") -> Target | None:
+    """Return one target with a row for each of ``times`` (milliseconds); None where it is no engine at all (an exporter of something else),
+    or serves another model than the one that was asked for.
+    """
+    name, labels = name_of(key), dict(key)
+    every = state_of(dialects, samples_of((own, math.nan) for own, _ in found))
+    try:
+        dialect = detect(every, dialects)
+    except UnknownEngine as error:
+        return Target(name, labels, None, error=error.what) if "several engines" in error.what else None
+    models = models_of(dialect, every)
+    if _is_other(dialect, models, model):
+        return None
+    at = [(own, dict(values)) for own, values in found]
+    rows = []
+    for mark in times:
+        wall_s = mark / 1000
+        samples = samples_of((own, values[mark]) for own, values in at if mark in values)
+        if not samples.rows:
+            rows.append(TelemetryRow(wall_s=wall_s, error="Prometheus holds no sample of this target at this time"))
+            continue
+        values = read_values(dialect, state_of(dialects, samples, model), wall_s, only=SAMPLED)
+        numbers = _numbers(values.whole)
+        ranks = {rank: _numbers(told) for rank, told in values.ranks.items()}
+        rows.append(TelemetryRow(wall_s=wall_s, values=numbers, ranks=ranks, error="" if numbers else "no quantity could be read at this time"))
+    return Target(name, labels, dialect, rows, models=tuple(models))
+
+
+def _is_other(dialect: Dialect, models: Sequence[str], asked: str) -> bool:
+    """Say whether a server names its models and the one that was asked for is not among them."""
+    folded = asked.lower() if dialect.model_in_any_case else asked
+    return bool(asked and models) and folded not in models
+
+
 def _numbers(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: value.number() for name, value in values.items() if isinstance(value, Reading) and not isinstance(value.value, str)}
 
@@ -340,53 +373,3 @@ def _matchers(selector: str) -> str:
     if re.match(r"(?:.*,)?\s*__name__\s*[=!]", inner):
         raise UsageError("the selector cannot name the series: the dialects choose them", where=clean(selector, 200), hint="leave __name__ out")
     return inner
-
-
-def _point(value: object) -> tuple[float, float] | None:
-    if isinstance(value, list) and len(value) == 2:
-        try:
-            return float(value[0]), float(value[1])
-        except (TypeError, ValueError):
-            return None
-    return None
-
-
-def _mark(wall_s: float) -> int:
-    """Return a time in milliseconds, which is how fine Prometheus counts."""
-    return round(wall_s * 1000)
-
-
-def _by_target(series: list[_Series]) -> dict[Key, list[_Marked]]:
-    found: dict[Key, list[_Marked]] = {}
-    for labels, points in series:
-        key = _key(labels)
-        if key not in found and len(found) >= MOST_TARGETS:
-            raise UsageError(f"the selector matches more than {MOST_TARGETS:,} targets", hint="a narrower selector")
-        found.setdefault(key, []).append((labels, [(_mark(at), value) for at, value in points]))
-    return found
-
-
-def _key(labels: Mapping[str, str]) -> Key:
-    return tuple((name, labels[name]) for name in _TARGET if labels.get(name))
-
-
-def _samples(series: Iterable[tuple[dict[str, str], float]]) -> Samples:
-    rows: dict[str, list[Sample]] = {}
-    for labels, value in series:
-        rows.setdefault(labels.get("__name__", ""), []).append(Sample({name: text for name, text in labels.items() if name != "__name__"}, value))
-    return Samples(rows, frozenset(rows))
-
-
-def _name(key: Key) -> str:
-    """Return the name of a target: its instance, with its job and namespace where they are told."""
-    labels = dict(key)
-    words = [labels[name] for name in ("cluster", "namespace", "job", "pod") if name in labels]
-    words.append(labels.get("instance", labels.get("node", "")))
-    return clean("/".join(word for word in words if word) or "(no target labels)", 200)
-
-
-def _utc(wall_s: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_s))
-    except (ValueError, OverflowError, OSError):
-        return f"{wall_s:g}"

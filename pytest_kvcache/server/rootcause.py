@@ -106,6 +106,13 @@ _LINES = (
 )
 _KNOWN = re.compile(f"(?P<sentence>{'|'.join(_SENTENCES)})|(?P<line>{'|'.join(_LINES)})", re.IGNORECASE)
 
+# Sentences whose numbers stand far from their beginning: pasted into a page of text they are broken over several lines.
+_LONG = re.compile(
+    r"To serve at least one request with|The model's max seq len \(|Free memory on device\b|Available memory on node [0-9]|Error in memory profiling\."
+    r"|User-specified (?:max_model_len|context_length)|No available memory for"
+)
+_MOST_JOINED = 6
+
 _EXCEPTION = re.compile(r"(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Fault|NotFound|Expired|Missing\w*)(?::\s*\S.*|\Z)")
 _WRAPPERS = re.compile(
     r"scheduler died during initialization|Rank [0-9]+ scheduler is dead|EngineCore failed to start|EngineCore encountered an issue|EngineDeadError|Engine core initialization failed|Failed core proc"
@@ -160,6 +167,7 @@ def root_cause(text: str) -> str:
     """
     raw = log_lines(text[-_MAX_TEXT:])[-_MAX_LINES:]
     lines = [strip_prefix(line) for line in raw]
+    lines = [_whole(raw, lines, number) if _LONG.search(line) else line for number, line in enumerate(lines)]
     for number in range(len(lines) - 1, -1, -1):
         line = lines[number]
         found = _KNOWN.search(line)
@@ -181,6 +189,18 @@ def root_cause(text: str) -> str:
         if _SHOUT.search(lines[index][:_MAX_CHARS]) and not _WRAPPERS.search(lines[index]) and not _QUIET.search(raw[index]):
             return _tidy(lines[index])
     return ""
+
+
+def _whole(raw: list[str], lines: list[str], number: int) -> str:
+    """Return a long sentence with the lines over which it was broken: bare ones that follow it, up to a full stop at a line's end."""
+    line = lines[number]
+    for following in range(number + 1, min(number + 1 + _MOST_JOINED, len(lines))):
+        more = lines[following]
+        bare = more == raw[following].strip() and re.match(r"[\w`(-]", more) and not re.match(r"Traceback|File \"", more)
+        if line.endswith((".", "```")) or not bare or _EXCEPTION.match(more) or _LONG.search(more):
+            break
+        line = f"{line} {more}"
+    return line[:_MAX_LINE]
 
 
 def _with_details(lines: list[str], index: int) -> str:

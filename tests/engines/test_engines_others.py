@@ -266,8 +266,11 @@ def test_of_several_models_the_one_that_was_asked_for_is_read() -> None:
     asked = read_values(detect(raw), raw)
     assert (number(asked, "pool_blocks"), number(asked, "usage"), asked.ranks) == (8193, 0.25, {})
     assert any("only second is read" in note for note in asked.notes)
-    raw.model = "a-lora-of-it"
-    assert number(read_values(detect(raw), raw), "pool_blocks") == 16386
+    raw.model = "of-neither"
+    neither = read_values(detect(raw), raw)
+    assert number(neither, "pool_blocks") == 16386
+    for name in ("usage", "used_blocks", "free_blocks"):
+        assert "none is of-neither" in reason(neither, name), "which of two models counts is not guessed"
 
 
 @pytest.mark.parametrize(

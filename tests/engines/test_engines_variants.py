@@ -291,6 +291,42 @@ VARIANTS: list[tuple[str, str, str | None, dict[str, Any], dict[str, Any]]] = [
         {"running": 1, "max_num_seqs": 2, "max_model_len": 4096, "used_tokens": None},
     ),
     (
+        "SGLang with priorities, and with streamed requests counted apart",
+        "sglang",
+        "".join(
+            f'sglang:{name}{{engine_type="unified",model_name="m",tp_rank="0",priority="{priority}"}} {value}\n'
+            for name, values in (
+                ("num_running_reqs", {"": 9, "0": 6, "5": 3}),
+                ("num_queue_reqs", {"": 4, "0": 4, "5": 0}),
+                ("token_usage", {"": 0.25}),
+                ("max_total_num_tokens", {"": 100_000}),
+            )
+            for priority, value in values.items()
+        )
+        + "".join(
+            f'sglang:{name}_total{{engine_type="unified",model_name="m",is_streaming="{streamed}"}} {value}\n'
+            for name, values in (("prompt_tokens", (100, 500)), ("generation_tokens", (10, 50)), ("num_requests", (1, 5)))
+            for streamed, value in zip(("false", "true"), values, strict=True)
+        ),
+        {},
+        {"running": 9, "waiting": 4, "usage": 0.25, "prompt_tokens": 600, "prefix_queries": 600, "generation_tokens": 60, "finished": 6},
+    ),
+    (
+        "the same out of Prometheus, which keeps no empty label",
+        "sglang",
+        'sglang:num_running_reqs{model_name="m"} 9\nsglang:num_running_reqs{model_name="m",priority="0"} 9\n'
+        'sglang:num_queue_reqs{model_name="m",priority="0"} 2\nsglang:num_queue_reqs{model_name="m",priority="5"} 1\n',
+        {},
+        {"running": 9, "waiting": None},
+    ),
+    (
+        "Dynamo's frontend under a name of its own, before it has a model",
+        "dynamo",
+        "nv_llm_inflight_requests 0\nnv_llm_queued_requests 0\nnv_llm_disconnected_clients 0\n",
+        {},
+        {"running": 0, "waiting": 0, "pool_blocks": None, "usage": None},
+    ),
+    (
         "a load list with nothing but limits beside a scrape",
         "sglang",
         _lines('model_name="m"', sglang__num_running_reqs=3, sglang__num_queue_reqs=1, sglang__token_usage=0.25),

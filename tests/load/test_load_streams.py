@@ -78,15 +78,16 @@ class RawServer(ScriptedServer):
                 handler.wfile.flush()
 
 
-def press(answers: Sequence[Sequence[Step]], folder: Path, *, timeout_s: float = 20.0) -> tuple[list[RequestRow], int]:
+def press(answers: Sequence[Sequence[Step]], folder: Path, *, timeout_s: float = 20.0, **more: Any) -> tuple[list[RequestRow], int]:
     """One user, one request after the other, each answered by the next of ``answers``."""
     server = RawServer(answers)
     with server:
-        options = {"requests": len(answers), "histogram": "64:1", "stop_timeout_s": 2, "backoff_s": 0}
+        options = {"requests": len(answers), "histogram": "64:1", "stop_timeout_s": 2, "backoff_s": 0, **more}
         endpoint = parse_endpoint(server.url, Settings())
         result = run_load([endpoint], "normal", folder, users=1, output_tokens=4, request_timeout_s=timeout_s, options=options)
         asked = server.asked
-    return sorted(read_rows(result.rows_path), key=lambda row: row.id), asked
+        assert result.problems == []
+    return sorted(read_rows(result.rows_path), key=lambda row: (row.id, row.attempt)), asked
 
 
 PACKED = gzip.compress(WHOLE)
@@ -147,3 +148,39 @@ def test_a_stall_is_the_longest_gap_and_says_when_it_began(tmp_path: Path) -> No
 def test_retry_after_is_recorded_and_not_obeyed(tmp_path: Path) -> None:
     (row,), asked = press([answer(b"429 Too Many Requests", b'{"error":"slow down"}', b"Retry-After: 7")], tmp_path)
     assert (row.outcome, row.retry_after_s, asked) == (contract.RATE_LIMITED, 7.0, 1)
+
+
+REFUSED = answer(b"503 Service Unavailable", b'{"error":{"message":"The request queue is full."}}')
+GOOD = [STREAM + b"\r\n" + WHOLE]
+
+
+def test_a_refused_request_is_sent_again_where_that_was_asked_for(tmp_path: Path) -> None:
+    wait = answer(b"429 Too Many Requests", b'{"error":"slow down"}', b"Retry-After: 0.3")
+    rows, asked = press([REFUSED, wait, GOOD, GOOD], tmp_path, requests=2, retries=2, backoff_s=0.05)
+    first, second, third, other = rows
+    assert asked == 4
+    assert [(row.id, row.attempt, row.outcome) for row in rows] == [
+        (0, 0, contract.QUEUE_FULL), (0, 1, contract.RATE_LIMITED), (0, 2, contract.OK), (1, 0, contract.OK),
+    ]  # fmt: skip
+    assert first.prompt_tokens_planned == second.prompt_tokens_planned == third.prompt_tokens_planned
+    assert second.sent_s - first.end_s >= 0.05
+    assert third.sent_s - second.end_s >= 0.3, "what the server asks for counts more than our own pause"
+    assert first.first_intended_s is None
+    assert second.first_intended_s == third.first_intended_s == first.intended_s, "how long its user waited in all is known"
+    assert other.intended_s >= third.end_s
+
+
+def test_retries_end(tmp_path: Path) -> None:
+    rows, asked = press([REFUSED, REFUSED, REFUSED, GOOD], tmp_path, requests=2, retries=2)
+    assert asked == 4
+    assert [(row.id, row.attempt, row.outcome) for row in rows][2:] == [(0, 2, contract.QUEUE_FULL), (1, 0, contract.OK)]
+
+
+def test_what_is_wrong_with_the_request_or_has_begun_is_not_sent_again(tmp_path: Path) -> None:
+    too_long = answer(b"400 Bad Request", b'{"error":{"message":"This model\'s maximum context length is 64 tokens."}}')
+    later = answer(b"429 Too Many Requests", b"", b"Retry-After: 3600")
+    cut: list[Step] = [STREAM + b"\r\n" + WORDS[0], "reset"]
+    rows, asked = press([too_long, cut, later], tmp_path, retries=5)
+    assert asked == 3
+    assert [row.attempt for row in rows] == [0, 0, 0]
+    assert [row.outcome for row in rows] == [contract.OVER_LENGTH, contract.RESET, contract.RATE_LIMITED]

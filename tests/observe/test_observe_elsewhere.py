@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scripted_server import ScriptedServer
 
 from pytest_kvcache.engines import Sample, Samples
-from pytest_kvcache.errors import EndpointRefused, EndpointUnreachable, UsageError
+from pytest_kvcache.errors import CannotJudge, EndpointRefused, EndpointUnreachable, UsageError
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.observe.joining import join_samples
+from pytest_kvcache.observe.passing import past_run
 from pytest_kvcache.observe.prometheus import Prometheus, snapshot, window
 from pytest_kvcache.observe.scrape import detect_endpoint, fetch, take_snapshot
 from pytest_kvcache.quantities import Missing
@@ -191,3 +192,46 @@ def test_any_selector_is_taken_or_refused(text: str) -> None:
 def test_samples_stay_bounded_in_their_bad_lines() -> None:
     parts = [(str(n), Samples({}, frozenset(), ("x",) * 5)) for n in range(9)]
     assert len(join_samples(parts).bad_lines) == 5
+
+
+def _two_models(kind: str) -> dict[str, Any]:
+    result = []
+    for pod, blocks, model, usage in (("a:8000", 1001, "mixtral", 0.0045), ("b:8000", 3001, "llama", 0.95)):
+        told: list[tuple[str, dict[str, str], float]] = [
+            ("cache_config_info", {"block_size": "16", "num_gpu_blocks": str(blocks)}, 1),
+            ("kv_cache_usage_perc", {"model_name": model}, usage),
+            ("num_requests_running", {"model_name": model}, 4),
+        ]
+        for name, labels, value in told:
+            points: dict[str, Any] = {"value": [2, str(value)]} if kind == "vector" else {"values": [[1, str(value)], [2, str(value)]]}
+            metric: dict[str, Any] = {"__name__": f"vllm:{name}", "instance": pod, "job": "vllm", "engine": "0", **labels}
+            result.append({"metric": metric} | points)
+    return {"status": "success", "data": {"resultType": kind, "result": result}}
+
+
+TWO_MODELS = {
+    NAMES: {"status": "success", "data": ["vllm:cache_config_info", "vllm:kv_cache_usage_perc", "vllm:num_requests_running"]},
+    "/api/v1/query": _two_models("vector"),
+    "/api/v1/query_range": _two_models("matrix"),
+}
+
+
+def test_a_selector_that_matches_two_models_gives_no_mean_usage_of_them(tmp_path: Path) -> None:
+    with ScriptedServer(pages=TWO_MODELS) as server:
+        both = snapshot(server.url)
+        for name in ("usage", "used_blocks", "free_blocks"):
+            missing = both.whole.value(name)
+            assert isinstance(missing, Missing)
+            assert "2 models (llama, mixtral)" in missing.reason
+        assert both.whole.quantities["usable_blocks"].value == 4000, "pools add"
+        assert [record.quantities["usage"].value for record in both.targets.values()] == [0.0045, 0.95], "and each has its own row"
+        one = snapshot(server.url, model="llama")
+        assert (list(one.targets), one.whole.quantities["usage"].value) == (["vllm/b:8000"], 0.95)
+        with pytest.raises(CannotJudge, match="no target serves qwen"):
+            snapshot(server.url, model="qwen")
+        assert [target.name for target in window(server.url, "", 1, 2, 1, model="llama")] == ["vllm/b:8000"]
+        with Prometheus(server.url) as source, pytest.raises(CannotJudge, match="matches 2 models: llama, mixtral"):
+            past_run(source, tmp_path / "both", 1, 2, 1)
+        with Prometheus(server.url, model="llama") as source:
+            run = past_run(source, tmp_path / "one", 1, 2, 1)
+        assert run.record.endpoints == ["vllm/b:8000"]

@@ -108,6 +108,19 @@ POOL = (
             "ValueError: User-specified max_model_len (131072) is greater than the derived max_model_len (max_position_embeddings=32768 or model_max_length=None",
             ["131,072", "32,768"],
         ),
+        (
+            "```\nValueError: To serve at least one request with the model's max seq len\n(131072), (5.07 GiB KV cache is needed, which is larger than the available\n"
+            "KV cache memory (4.34 GiB). Based on the available memory, the estimated\nmaximum model length is 112192. Try increasing\n```\nand then I tried 0.95",
+            ["131,072", "0.73 GiB short", "112192"],
+        ),
+        (
+            "I get this:\n\n    ValueError: The model's max seq len (29000) is larger than the maximum number of\n    tokens that can be stored in KV cache (23648).\n",
+            ["29,000", "23,648"],
+        ),
+        (
+            "ValueError: Free memory on device (3.21/4.0 GiB) on startup\nis less than desired GPU memory utilization (0.85, 3.4 GiB). Decrease\nGPU memory.",
+            ["0.19 GiB short", "0.802"],
+        ),
     ],
 )
 def test_the_numbers_and_what_to_change(text: str, words: list[str]) -> None:
@@ -116,6 +129,19 @@ def test_the_numbers_and_what_to_change(text: str, words: list[str]) -> None:
     assert not found.after_start
     for word in words:
         assert word in found.hint, found.hint
+
+
+def test_what_follows_a_whole_sentence_is_no_part_of_it() -> None:
+    whole = "ValueError: To serve at least one request with the model's max seq len (96), (1.0 GiB KV cache is needed, which is larger than the available KV cache"
+    for after in (
+        "Process SpawnProcess-1:",
+        "Traceback (most recent call last):",
+        "(APIServer pid=1) Traceback",
+        "INFO 12-11 00:06:53 [core.py:1] bye",
+    ):
+        found = diagnose(f"{whole} memory (0.5 GiB).\n{after}\n")
+        assert found is not None
+        assert found.cause == f"{whole} memory (0.5 GiB)."
 
 
 @pytest.mark.parametrize(
