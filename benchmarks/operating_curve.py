@@ -3,6 +3,7 @@
     python benchmarks/operating_curve.py                    the table, in a few minutes
     python benchmarks/operating_curve.py --trials 200       the same, coarser
     python benchmarks/operating_curve.py --write docs       writes docs/operating-curve.md and .svg again
+    python benchmarks/operating_curve.py --chosen           only the part in which the spread chooses the repeats
 
 Each trial makes the windows of both sides of an experiment (two profiles, ABBA order) with a known change, and has them judged by the
 same ``judge.compare.compare`` that judges real ones: every gate of every profile, the quality items, and the verdict over all.
@@ -27,6 +28,7 @@ from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
 from pytest_kvcache.judge.change import Margins
 from pytest_kvcache.judge.compare import compare
 from pytest_kvcache.judge.experiment import Cell, cells
+from pytest_kvcache.judge.pilot import CHANCE, choose
 from pytest_kvcache.quantities import Reading, Value
 from pytest_kvcache.records import SCHEMA_VERSION, QualityRow, QualitySummary, RunRecord
 from pytest_kvcache.runfolder import Run
@@ -38,6 +40,7 @@ PROFILES = ("normal", "longctx")
 BLOCKS = 2000
 ITEMS = 300
 QUANTITIES = ("usage", "ttft", "throughput", "quality")
+REPEATS = "repeats"
 FOLDER = Path("runs/1-simulated")
 
 
@@ -52,7 +55,7 @@ class World:
     the sides other seeds and one window more after the change, so that nothing pairs.
 
     ``rejected`` and ``preempted`` are rates per request: of rejections that the change brings, and of preemptions on both sides, which come
-    in bursts of ``bursts``. A window has ``requests`` requests.
+    in bursts of ``bursts``. A window has ``requests`` requests. With ``most`` the spread of the first ``repeats`` chooses how many repeats there are, at most so many.
     """
 
     worse: str = "usage"
@@ -67,6 +70,7 @@ class World:
     rejected: float = 0.0
     preempted: float = 0.0
     lane: str = "longctx"
+    most: int = 0
 
     def amount(self, name: str, profile: str, side: str) -> float:
         """Return by how many margins a quantity of a profile is worse on a side."""
@@ -86,17 +90,32 @@ class Simulated(Run):
 
 def judge(world: World, dice: random.Random) -> str:
     """Return the verdict of one simulated comparison."""
-    return compare(*simulate(world, dice), SETTINGS, MARGINS).verdict
+    return judge_counted(world, dice)[0]
+
+
+def judge_counted(world: World, dice: random.Random) -> tuple[str, int]:
+    """Return the verdict of one simulated comparison, and how many repeats it took."""
+    if not world.most:
+        return compare(*simulate(world, dice), SETTINGS, MARGINS).verdict, world.repeats
+    # all that may be measured is drawn, and what was not chosen is never looked at; drift then runs over all of it
+    before, after = simulate(replace(world, repeats=world.most), dice)
+    repeats = choose(before, after, MARGINS, world.repeats, world.most).repeats
+    return compare(_first(before, repeats, world.repeats), _first(after, repeats, world.repeats), SETTINGS, MARGINS).verdict, repeats
+
+
+def _first(side: Sequence[Analysis], repeats: int, pilot: int = 0) -> list[Analysis]:
+    """Return the windows of the first ``repeats`` as they would have been recorded, had no more been planned."""
+    records = [(a, a.run.record) for a in side if a.run.record.window < repeats]
+    # single Runs, such as that of the quality items, are planned once
+    records = [(a, structs.replace(r, planned_windows=repeats, pilot_windows=pilot) if r.planned_windows else r) for a, r in records]
+    return [replace(a, run=Simulated(FOLDER, record, _rows(a.run))) for a, record in records]
 
 
 def judge_again(world: World, dice: random.Random, more: int) -> str:
     """Return the verdict where an INCONCLUSIVE one is followed by ``more`` further repeats and a second look at all of them."""
     whole = replace(world, repeats=world.repeats + more)
     sides = simulate(whole, dice)
-    first = [[analysis for analysis in side if analysis.run.record.window < world.repeats] for side in sides]
-    for side in first:
-        side[:] = [replace(a, run=Simulated(FOLDER, structs.replace(a.run.record, planned_windows=world.repeats), _rows(a.run))) for a in side]
-    verdict = compare(first[0], first[1], SETTINGS, MARGINS).verdict
+    verdict = compare(_first(sides[0], world.repeats), _first(sides[1], world.repeats), SETTINGS, MARGINS).verdict
     return verdict if verdict != INCONCLUSIVE else compare(*sides, SETTINGS, MARGINS).verdict
 
 
@@ -174,10 +193,16 @@ def _record(profile: str, side: str, **fields: Any) -> RunRecord:
 
 
 def shares(world: World, trials: int, seed: int = 1) -> dict[str, float]:
-    """Return the share of each verdict over ``trials`` simulated comparisons."""
-    dice = random.Random(f"{seed} {world}")
-    found = [judge(world, dice) for _ in range(trials)]
-    return {verdict: found.count(verdict) / trials for verdict in (PASS, FAIL, INCONCLUSIVE)}
+    """Return the share of each verdict over ``trials`` simulated comparisons, and the mean of their repeats."""
+    dice = random.Random(f"{seed} {_name(world)}")
+    found = [judge_counted(world, dice) for _ in range(trials)]
+    verdicts = [verdict for verdict, _ in found]
+    return {**{v: verdicts.count(v) / trials for v in (PASS, FAIL, INCONCLUSIVE)}, REPEATS: sum(repeats for _, repeats in found) / trials}
+
+
+def _name(world: World) -> str:
+    """Return a world's name, which its dice are seeded with: a field that is newer than the figures of the page is in it only where it is set."""
+    return repr(world) if world.most else repr(world).replace(", most=0", "")
 
 
 EFFECTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
@@ -208,6 +233,24 @@ def hard_cases() -> dict[str, World]:
         "preemptions, 1 in 2 requests, in bursts of 10": replace(at, worse="preemptions", preempted=0.5, bursts=10),
         "rejections of 1 in 10, 30 requests in all": replace(at, worse="", requests=6, rejected=MARGINS.rare),
         "quality": replace(at, worse="quality"),
+    }
+
+
+def chosen_worlds() -> list[World]:
+    """Return worlds in which the spread of the first five pairs chooses how many there are, at most twenty."""
+    return [World("usage", effect, noise, 5, most=20) for noise in (0.5, 1.0, 2.0) for effect in (0.0, 0.5, 1.0)]
+
+
+def chosen_hard_cases() -> dict[str, World]:
+    """Return what the choice does not assume, each with the worsening exactly at the margin."""
+    at = World("usage", 1.0, most=20)
+    return {
+        "a first look at three pairs": replace(at, repeats=3),
+        "time to first token": replace(at, worse="ttft"),
+        "throughput": replace(at, worse="throughput"),
+        "drift of 5 spreads, ABBA order": replace(at, drift=5.0),
+        "heavy tails (Student's t, 3 degrees)": replace(at, tails=True),
+        "time to first token, heavy tails": replace(at, worse="ttft", tails=True),
     }
 
 
@@ -280,8 +323,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=1000, help="simulated comparisons for each figure")
     parser.add_argument("--write", metavar="FOLDER", help="write operating-curve.md and operating-curve.svg there")
+    parser.add_argument(
+        "--chosen", action="store_true", help="only the part in which the spread chooses the repeats; --write replaces it in the page"
+    )
     arguments = parser.parse_args()
     began, cpu = time.monotonic(), time.process_time()
+    chosen = {world: shares(world, arguments.trials) for world in chosen_worlds()}
+    chosen_hard = {name: shares(world, arguments.trials) for name, world in chosen_hard_cases().items()}
+    for name, told in [*((repr(world), told) for world, told in chosen.items()), *chosen_hard.items()]:
+        print(name, *_cells(told), f"{told[REPEATS]:.1f} repeats", flush=True)
+    if arguments.chosen:
+        if arguments.write:
+            page = Path(arguments.write) / "operating-curve.md"
+            before, _, rest = page.read_text().partition(CHOSEN_TITLE)
+            page.write_text(before + chosen_part(chosen, chosen_hard, arguments.trials) + NEXT_TITLE + rest.partition(NEXT_TITLE)[2])
+        return
     worlds = {*main_grid(), *each_quantity(), *rare_worlds()}
     found: dict[World, dict[str, float]] = {}
     for world in sorted(worlds, key=repr):
@@ -295,12 +351,39 @@ def main() -> None:
         print(f"{name:>56}", *_cells(told), flush=True)
     if arguments.write:
         folder = Path(arguments.write)
-        (folder / "operating-curve.md").write_text(page_of(found, hard, arguments.trials))
+        (folder / "operating-curve.md").write_text(page_of(found, hard, arguments.trials, chosen_part(chosen, chosen_hard, arguments.trials)))
         chart({world: told for world, told in found.items() if world in main_grid()}, folder / "operating-curve.svg")
     print(f"{arguments.trials} comparisons a figure, {time.process_time() - cpu:.0f} s of CPU, {time.monotonic() - began:.0f} s")
 
 
-def page_of(found: dict[World, dict[str, float]], hard: dict[str, dict[str, float]], trials: int) -> str:
+CHOSEN_TITLE = "## The spread chooses the repeats"
+NEXT_TITLE = "## Each quantity, 5 repeats"
+
+
+def chosen_part(found: dict[World, dict[str, float]], hard: dict[str, dict[str, float]], trials: int) -> str:
+    """Return the part of the page on ``--kv-most-repeats``."""
+    part = f"{CHOSEN_TITLE}\n\n"
+    part += (
+        "`--kv-repeats=5 --kv-most-repeats=20`: after five pairs the spread of every quantity with a margin, and nothing else of them, chooses how many "
+        f"there are, so that an equal candidate passes with {percent(CHANCE)} or more where the cap allows it. {trials:,} comparisons a figure. The highest "
+        f"false PASS at the margin below is {percent(max(told[PASS] for told in [*hard.values(), *(t for w, t in found.items() if w.effect >= 1)]))}.\n\n"
+    )
+    effects = sorted({world.effect for world in found})
+    rows = [
+        [f"{noise:g}", *(f"{' / '.join(_cells(told)[:2])} / {told[REPEATS]:.1f}" for effect in effects for told in [_at(found, noise, effect)])]
+        for noise in sorted({world.noise for world in found})
+    ]
+    part += _markdown(["noise", *(f"effect {effect:g}: PASS / FAIL / mean repeats" for effect in effects)], rows)
+    part += "\nWhat it does not assume, or another quantity, with the worsening exactly at the margin:\n\n"
+    part += _markdown(["", PASS, FAIL, INCONCLUSIVE, "mean repeats"], [[name, *_cells(told), f"{told[REPEATS]:.1f}"] for name, told in hard.items()])
+    return part + "\n"
+
+
+def _at(found: dict[World, dict[str, float]], noise: float, effect: float) -> dict[str, float]:
+    return next(told for world, told in found.items() if (world.noise, world.effect) == (noise, effect))
+
+
+def page_of(found: dict[World, dict[str, float]], hard: dict[str, dict[str, float]], trials: int, chosen: str = "") -> str:
     """Return the page of the docs."""
     once = {name: told for name, told in hard.items() if not name.startswith("a second look")}
     false_pass = max([told[PASS] for world, told in found.items() if world.effect >= 1] + [told[PASS] for told in once.values()])
@@ -316,7 +399,7 @@ def page_of(found: dict[World, dict[str, float]], hard: dict[str, dict[str, floa
             for noise, repeats in grid
         ],
     )
-    page += "\n## Each quantity, 5 repeats\n\n"
+    page += f"\n{chosen}{NEXT_TITLE}\n\n"
     rows = [[name, *(" / ".join(_cells(found[World(name, effect)])[:2]) for effect in EFFECTS)] for name in (*QUANTITIES, "all")]
     page += _markdown(["worse", *head[2:]], rows)
     page += "\nA quality item that is lost stays lost, so the exact test sees a loss at the margin in most cases: that is a FAIL on a true loss.\n"
@@ -326,7 +409,7 @@ def page_of(found: dict[World, dict[str, float]], hard: dict[str, dict[str, floa
     page += "\n## What the statistics do not assume, with the worsening exactly at the margin\n\n"
     page += _markdown(["", PASS, FAIL, INCONCLUSIVE], [[name, *_cells(told)] for name, told in hard.items()])
     page += (
-        "\nThe last row is why `--kv-resume` with more repeats says how often it was judged: each look adds its own chance. What no simulation here "
+        "\nThe last row is why `--kv-resume` with more repeats says how often it was judged: each look adds its own chance; `--kv-most-repeats` looks once. What no simulation here "
         "covers: a server that behaves otherwise under other prompts than those of the profiles, and bursts so rare that no window had one.\n"
     )
     return page

@@ -39,7 +39,7 @@ BOUNDS = ("max_usage", "min_free")
 JUDGE = (
     "usage_margin", "ttft_margin", "throughput_margin", "rare_margin", "quality_min", "quality_margin", "quality_items", "quality_pressure",
     "quality_probes", "quality_tasks", "quality_tasks_dir", "quality_tasks_limit", "windows", "repeats",
-    "resume", "expect_change",
+    "most_repeats", "resume", "expect_change",
 )  # fmt: skip
 
 Command = Callable[[argparse.Namespace], int]

@@ -20,12 +20,14 @@ import msgspec
 
 from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.conditions import INCONCLUSIVE, INVALID
-from pytest_kvcache.errors import CannotWrite
-from pytest_kvcache.judge import experiment
+from pytest_kvcache.errors import CannotWrite, UsageError
+from pytest_kvcache.experimentrecords import CellRecord, CellRun
+from pytest_kvcache.judge import experiment, pilot
+from pytest_kvcache.judge.compare import compare
 from pytest_kvcache.judge.experiment import Cell
+from pytest_kvcache.judge.windows import Margins
 from pytest_kvcache.measure import Planned, Target, longest_context
 from pytest_kvcache.opening import is_address
-from pytest_kvcache.records import CellRecord, CellRun
 from pytest_kvcache.runfolder import Run, read_run
 from pytest_kvcache.server.shown import shown_command, shown_settings
 from pytest_kvcache.settings import Settings
@@ -75,6 +77,19 @@ class Experiment:
         self.record = experiment.take_up(Path(settings.resume), self.design()) if settings.resume else experiment.begin(id, self.design())
         # a server that keeps running has seen the prompts of a cell that was broken off: the rest gets new ones
         self.id = id if is_address(settings.before) or is_address(settings.after) else self.record.id
+        if settings.most_repeats > settings.repeats and not self.record.pilot_repeats:
+            self._begin_pilot()
+
+    @property
+    def repeats(self) -> int:
+        """How many repeats the experiment is to have, as far as that is known: those of the options, or what was chosen after the first ones."""
+        asked = self.settings.repeats if self.record.choice is not None or not self.record.pilot_repeats else self.record.pilot_repeats
+        return max(asked, self.record.choice.repeats if self.record.choice is not None else 0)
+
+    @property
+    def pilot(self) -> int:
+        """Of how many first repeats the spread chooses how many there are; 0 where their number is given."""
+        return self.record.pilot_repeats
 
     def design(self) -> dict[str, Any]:
         """Return what both halves of a broken experiment must agree on; keys and passwords are not in it."""
@@ -98,19 +113,28 @@ class Experiment:
             self._take_up(folder)
         experiment.write(folder, self.record)
         found = self._read(folder)
-        cells = experiment.left(self.record, self.settings.repeats)
-        if cells:
+        if experiment.left(self.record, self.repeats):
             self._choose_lengths(bench, folder)
-        whole = len(experiment.cells(self.settings.repeats))
-        for number, cell in enumerate(cells, start=whole - len(cells) + 1):
-            bench.say(f"cell {number} of {whole}: {cell.side}, repeat {cell.repeat + 1}")
-            found += self._cell(cell, folder, bench)
+        self._measure(found, folder, bench)
+        if self.pilot and self.record.choice is None:
+            self._choose_repeats(found, folder, bench)
+            self._measure(found, folder, bench)
         return found
+
+    def _measure(self, found: list[Measured], folder: Path, bench: Bench) -> None:
+        """Measure the cells that are left of the repeats that are known by now, and add their Runs to ``found``."""
+        cells = experiment.left(self.record, self.repeats)
+        whole = len(experiment.cells(self.repeats))
+        for number, cell in enumerate(cells, start=whole - len(cells) + 1):
+            more = " or more" if self.pilot and self.record.choice is None else ""
+            bench.say(f"cell {number} of {whole}{more}: {cell.side}, repeat {cell.repeat + 1}")
+            found += self._cell(cell, folder, bench)
 
     def judged(self, folder: Path, verdict: str) -> list[str]:
         """Note in the record that a verdict is given now, and return what it must say of the repeats and of earlier verdicts."""
         repeats = len({cell.repeat for cell in self.record.finished})
-        self.record = msgspec.structs.replace(self.record, judged_repeats=[*self.record.judged_repeats, repeats])
+        if verdict != INVALID:  # which tells nothing of the change, and so is no look at it
+            self.record = msgspec.structs.replace(self.record, judged_repeats=[*self.record.judged_repeats, repeats])
         experiment.write(folder, self.record)
         starts = f"{repeats} repeats in ABBA order, each side started anew for each" if self.settings.repeats > 1 else "each side started once"
         times = len(self.record.resumed_wall_s)
@@ -120,7 +144,35 @@ class Experiment:
         more = f"more repeats go on from these: the same command with {go_on(folder)} and a higher --kv-repeats"
         if verdict == INVALID:
             more = f"the same command with {go_on(folder)} measures unsound repeats again"
+        chosen = self.record.choice
+        broken += [f"chosen after {chosen.pilot} repeats from their spread alone, not from their difference: {pilot.said(chosen)}"] if chosen else []
         return [starts, *broken, *experiment.looks(self.record), *([more] if verdict in {INCONCLUSIVE, INVALID} else [])]
+
+    def _begin_pilot(self) -> None:
+        """Note that the first repeats choose how many there are. Raises UsageError where they cannot, or their difference has been seen already."""
+        settings = self.settings
+        if self.record.judged_repeats:
+            raise UsageError(
+                "--kv-most-repeats chooses before a verdict is given, and this experiment has been judged",
+                where=settings.resume,
+                hint="more repeats of one that was judged: a higher --kv-repeats",
+            )
+        first = max([settings.repeats, *(cell.repeat + 1 for cell in self.record.finished)])
+        self.record = msgspec.structs.replace(self.record, pilot_repeats=first)
+
+    def _choose_repeats(self, found: Sequence[Measured], folder: Path, bench: Bench) -> None:
+        """Choose how many repeats there are from the spread of the first ones, unless they are unsound or their sides cannot be compared."""
+        most = self.settings.most_repeats
+        before, after = ([analyse(one.run) for one in found if one.side == side] for side in experiment.SIDES)
+        unsound = next((problem.text for analysis in (*before, *after) for problem in analysis.problems), "")
+        unsound = unsound or next((problem.text for problem in compare(before, after, self.settings).problems), "")
+        if unsound or not most:
+            bench.say(f"how many repeats are needed is not told by these: {unsound or '--kv-most-repeats is not given'}")
+            return
+        choice = pilot.choose(before, after, Margins.of(self.settings), self.pilot, max(most, self.pilot))
+        self.record = msgspec.structs.replace(self.record, choice=choice)
+        experiment.write(folder, self.record)
+        bench.say(pilot.said(choice))
 
     def _cell(self, cell: Cell, folder: Path, bench: Bench) -> list[Measured]:
         began_wall_s = time.time()

@@ -222,6 +222,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
         profile=planned.name,
         window=window.number,
         planned_windows=window.of,
+        pilot_windows=window.pilot,
         kv_groups=kv_groups,
         started_wall_s=started_wall_s,
         load_started_wall_s=pressed.began_wall_s,

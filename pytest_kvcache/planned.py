@@ -65,6 +65,7 @@ class Planned:
 class Window:
     """One measured window of a planned load, the ``number``-th from 0 of ``of``. ``nonce`` makes its prompts differ from all other windows'.
 
+    ``pilot`` is of how many first windows the spread chose ``of`` (0: it was given).
     ``longest`` sizes prompts by a shorter context than the server's own, where both sides of a comparison are to be pressed alike.
     """
 
@@ -74,10 +75,13 @@ class Window:
     nonce: str
     sample_hz: float
     of: int = 1
+    pilot: int = 0
     longest: int | None = None
 
 
-def window_of(target: Target, planned: Planned, number: int, settings: Settings, *, session: str, of: int, longest: int | None) -> Window:
+def window_of(
+    target: Target, planned: Planned, number: int, settings: Settings, *, session: str, of: int, longest: int | None, pilot: int = 0
+) -> Window:
     """Return the ``number``-th of ``of`` windows of ``planned`` on a target, with what the settings say filled in. ``session`` is the session's id."""
     owned_window_s = EMBEDDED_WINDOW_S if target.embedded else WINDOW_S
     replicas = len(target.endpoints) if planned.requests else 1  # a probe goes to every replica
@@ -100,5 +104,6 @@ def window_of(target: Target, planned: Planned, number: int, settings: Settings,
         # a single request is over soon: its level is looked at more often
         sample_hz=max(settings.sample_hz, 25.0) if planned.requests else settings.sample_hz,
         of=of,
+        pilot=0 if planned.requests else pilot,
         longest=None if planned.requests else longest,  # a single request is sized by its own server's limit
     )

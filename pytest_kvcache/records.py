@@ -22,10 +22,7 @@ from pytest_kvcache.quantities import Missing, Reading, Value
 __all__ = [
     "SCHEMA_VERSION",
     "AgreementRow",
-    "CellRecord",
-    "CellRun",
     "ConfigChange",
-    "ExperimentRecord",
     "FindingRecord",
     "GateRecord",
     "GateVerdict",
@@ -167,7 +164,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``settings`` maps each option to ``{"value", "source"}``; ``config`` is the effective configuration read back from the
     server; ``workload`` is a hash over profile, seed and arrivals, equal on both sides of a comparison. ``launch_id`` is another for
-    each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have;
+    each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have, ``pilot_windows`` of how many first ones the spread chose that;
     ``kv_groups`` are the model's cache groups where its config.json was named (analysis/holding.py: Group); ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
     ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``), ``pressure`` what the items
     asked under pressure were asked under. ``imported`` holds what another load tool, ``imported_from``, told; then there are no series.
@@ -209,6 +206,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     notes: list[str] = []
     unmeasured: list[str] = []
     planned_windows: int = 0
+    pilot_windows: int = 0
     kv_groups: list[dict[str, int]] = []
     launch_id: str = ""
     clock_step_s: float = 0.0
@@ -222,7 +220,7 @@ class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``value`` is what was gated against ``bound`` (``bound_text`` as people read it); in a comparison ``before`` and ``after``
     stand beside it and ``low``/``high`` are the interval that was judged. ``beside`` holds the three numbers that a usage
-    ratio is never shown without. ``evidence`` is a path inside the session folder, ``method`` names the test and its source.
+    ratio is never shown without, ``better`` says by how much the side after is better where the interval shows that it is. ``evidence`` is a path inside the session folder, ``method`` names the test and its source.
     ``level`` is ``warn`` for a gate that decides nothing, ``rule`` says which line of a file of thresholds it was made from, ``lengths`` are the
     prompt lengths in tokens at which answers broke.
     """
@@ -245,6 +243,7 @@ class GateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     method: str = ""
     evidence: str = ""
     beside: str = ""
+    better: str = ""
     applicable: bool = True
     level: str = ""
     rule: str = ""
@@ -257,41 +256,6 @@ class ConfigChange(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     before: str
     after: str
-
-
-class CellRun(msgspec.Struct, frozen=True):
-    """One Run of a finished cell: the entry of the plan (-1: the quality items), its window, and its folder below ``runs/``."""
-
-    entry: int
-    window: int
-    folder: str
-
-
-class CellRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A cell of an experiment that is finished: one side, once, with everything that was to be measured in it."""
-
-    repeat: int
-    side: str
-    runs: list[CellRun] = []
-    began_wall_s: float = 0.0
-    ended_wall_s: float = 0.0
-
-
-class ExperimentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """experiment.json: what an experiment is (``design``: all that both halves of a broken one must agree on) and its finished cells.
-
-    ``id`` makes its prompts, ``longest`` is the context in tokens that both sides serve where one was chosen. ``resumed_wall_s`` holds when
-    it was taken up again, ``judged_repeats`` how many repeats it had at each verdict, ``unsound_repeats`` those that were measured again.
-    """
-
-    schema_version: int
-    id: str
-    design: dict[str, Any]
-    longest: int | None = None
-    finished: list[CellRecord] = []
-    resumed_wall_s: list[float] = []
-    judged_repeats: list[int] = []
-    unsound_repeats: list[int] = []
 
 
 class VerdictRecord(msgspec.Struct, frozen=True, omit_defaults=True):

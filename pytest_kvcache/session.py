@@ -225,16 +225,15 @@ class Session:
         return self._runs[key]
 
     def windows(self, planned: Planned) -> list[Run]:
-        """Return the windows of ``planned``: one for each repeat of an experiment, ``settings.windows`` where something is saved or compared with a
-        baseline, else one."""
+        """Return the windows of ``planned``, as many as ``window_count`` says."""
+        self.prepare()
         return [self.load(planned, number=number) for number in range(self.window_count(planned))]
 
     def window_count(self, planned: Planned) -> int:
-        """Return how many windows of a profile this session takes; single requests are not repeated."""
-        settings = self.settings
-        if planned.requests or not (settings.save or settings.baseline or settings.before):
-            return 1
-        return settings.repeats if settings.before and settings.repeats > 1 else settings.windows
+        """Return how many windows of a profile there are: one a repeat of an experiment, else ``settings.windows`` beside another side, else one."""
+        if self._experiment is not None and self.settings.repeats > 1 and not planned.requests:
+            return self._experiment.repeats
+        return 1 if planned.requests or not (self.settings.save or self.settings.baseline or self.settings.before) else self.settings.windows
 
     def quality(self, items: Sequence[Item] | None = None) -> Run:
         """Return the quality Run of the judged side; asked once a session unless other items are given."""
@@ -281,7 +280,9 @@ class Session:
 
     def _measure(self, target: Target, planned: Planned, number: int, *, keep: bool = True) -> Run:
         self._servers.check(target)
-        window = window_of(target, planned, number, self.settings, session=self._id, of=self.window_count(planned), longest=self._longest)
+        pilot = self._experiment.pilot if self._experiment is not None else 0
+        of = self.window_count(planned)
+        window = window_of(target, planned, number, self.settings, session=self._id, of=of, longest=self._longest, pilot=pilot)
         self._say(f"{target.side + ': ' if target.side else ''}{planned.name}, {target.variant or f'window {number + 1} of {window.of}'}")
         key = (*self._key(planned, number), *filter(None, [target.variant])) if keep else None
         with self._roomy():

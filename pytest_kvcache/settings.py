@@ -70,6 +70,9 @@ class Settings:
     repeats: int = _opt(
         5, "how often --kv-before and --kv-after are started, in ABBA order; 1 takes all --kv-windows on one start of each", group="load"
     )
+    most_repeats: int = _opt(
+        0, "let the spread of the first --kv-repeats choose how many there are, at most this many; 0 leaves it at --kv-repeats", group="load"
+    )
     resume: str = _opt(
         "", "session folder of a --kv-before/--kv-after that was broken off: go on from its finished cells", group="load", metavar="FOLDER"
     )
@@ -308,6 +311,13 @@ def _check(settings: Settings) -> None:
         raise UsageError("--kv-gpus sets what a launched server sees", hint="launch the server with --kv-launch, or leave it out")
     if settings.repeats < 1:
         raise UsageError("--kv-repeats must be at least 1", hint="5 is the least that covers the spread between restarts well")
+    if settings.most_repeats and not 3 <= settings.repeats < settings.most_repeats:
+        raise UsageError(
+            f"--kv-most-repeats={settings.most_repeats} must be above --kv-repeats={settings.repeats}, and that 3 or more: they show the spread",
+            hint="--kv-repeats=5 --kv-most-repeats=20",
+        )
+    if settings.most_repeats and not settings.before:
+        raise UsageError("--kv-most-repeats belongs to --kv-before and --kv-after", hint="--kv-windows says how many windows a baseline has")
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", hint="name the server in one way")
     if settings.sweep and (other := next((name for name in ("endpoint", "before", "baseline") if getattr(settings, name)), "")):

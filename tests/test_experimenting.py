@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from made_run import MadeRun
+from made_run import MadeRun, closed_loop
 
 from pytest_kvcache import experimenting
 from pytest_kvcache.errors import LaunchFailed, UsageError
@@ -30,11 +30,12 @@ class Rig:
         self.done: list[str] = []
         self.breaks_at = breaks_at
         self.starts = 0
+        self.said: list[str] = []
         self.open_now = 0
         self.pinned: list[int | None] = []
 
     def bench(self) -> Bench:
-        return Bench(self.open, self.measure, self.quality, self.pinned.append, lambda _: None)
+        return Bench(self.open, self.measure, self.quality, self.pinned.append, self.said.append)
 
     def open(self, side: str, stack: ExitStack) -> Target:
         self.starts += 1
@@ -173,3 +174,87 @@ def test_an_unsound_repeat_is_measured_again_on_both_sides(tmp_path: Path) -> No
     assert record is not None
     assert record.unsound_repeats == [1]
     assert len(list((tmp_path / "unfinished").iterdir())) == 2
+
+
+class Spreading(Rig):
+    """A bench whose windows last longer after the change by what ``apart`` says, from pair to pair."""
+
+    def __init__(self, folder: Path, apart: Sequence[float], breaks_at: int = 0) -> None:
+        super().__init__(folder, breaks_at)
+        self.apart = apart
+
+    def measure(self, target: Target, planned: Planned, number: int) -> Run:
+        self.done.append(f"{target.side} {planned.name} {number}")
+        requests = {"requests": planned.requests} if planned.requests else {}
+        stretch = 1 + (self.apart[number % len(self.apart)] if target.side == "after" else 0)
+        made = MadeRun(rows=closed_loop(length_s=0.5 * stretch, ttft_s=0.1 * stretch))
+        run = made.write(run_folder(self.folder, planned.name))
+        return write_run(run.folder, msgspec.structs.replace(run.record, side=target.side, profile=planned.name, window=number, options=requests))
+
+
+QUIET, LOUD = (0.0, 0.0, 0.0), (0.0, 0.12, -0.12)
+
+
+def test_the_spread_of_the_first_repeats_chooses_how_many_there_are(tmp_path: Path) -> None:
+    quiet = Spreading(tmp_path / "quiet", QUIET)
+    make(tmp_path / "quiet", quiet, most_repeats=12)
+    assert quiet.starts == 6
+    assert quiet.said[-1].startswith("the 3 repeats are enough: ")
+    loud = Spreading(tmp_path / "loud", LOUD)
+    make(tmp_path / "loud", loud, most_repeats=8)
+    assert loud.starts == 16
+    assert "cell 6 of 6 or more: after, repeat 3" in loud.said
+    assert "cell 7 of 16: after, repeat 4" in loud.said
+    assert [done for done in loud.done if "normal" in done][-2:] == ["after normal 7", "before normal 7"], "in ABBA order to the end"
+    record = experiment.read(tmp_path / "loud")
+    assert record is not None
+    assert record.choice is not None
+    assert (record.pilot_repeats, record.choice.pilot, record.choice.repeats, record.choice.most) == (3, 3, 8, 8)
+    assert record.choice.wanted is None or record.choice.wanted > 8
+    assert record.choice.spreads[0].quantity in {"ttft.p50", "throughput"}
+
+
+@pytest.mark.parametrize("breaks_at", [2, 6, 7, 12])
+def test_a_broken_experiment_keeps_the_number_that_was_chosen(tmp_path: Path, breaks_at: int) -> None:
+    whole = Spreading(tmp_path / "whole", LOUD)
+    wanted = make(tmp_path / "whole", whole, most_repeats=8)
+    rig = Spreading(tmp_path / "broken", LOUD, breaks_at)
+    with pytest.raises(LaunchFailed):
+        make(tmp_path / "broken", rig, most_repeats=8)
+    again = Spreading(tmp_path / "broken", LOUD)
+    assert make(tmp_path / "broken", again, most_repeats=8, resume=True) == wanted
+    assert rig.done + again.done == whole.done
+    if breaks_at > 6:
+        assert not any("spreads" in said for said in again.said), "chosen once"
+
+
+def test_the_verdict_says_what_was_chosen_and_why(tmp_path: Path) -> None:
+    settings = Settings(before="a {port}", after="b {port}", repeats=3, most_repeats=8)
+    made = Experiment(settings, PLAN, quality=False, id="abc")
+    assert (made.repeats, made.pilot) == (3, 3)
+    made.run(tmp_path, Spreading(tmp_path, LOUD).bench())
+    assert (made.repeats, made.pilot) == (8, 3)
+    said = made.judged(tmp_path, "PASS")
+    assert said[0].startswith("8 repeats in ABBA order")
+    assert said[1].startswith("chosen after 3 repeats from their spread alone, not from their difference: 8 repeats, where ")
+    with pytest.raises(UsageError, match="has been judged"):
+        Experiment(settings.replace(resume=str(tmp_path), most_repeats=0), PLAN, quality=False, id="x")._begin_pilot()
+
+
+def test_unsound_repeats_choose_nothing_until_they_are_measured_again(tmp_path: Path) -> None:
+    class Late(Spreading):
+        def measure(self, target: Target, planned: Planned, number: int) -> Run:
+            run = super().measure(target, planned, number)
+            if (target.side, planned.name, number) == ("before", "normal", 1):
+                MadeRun(no_end=True).write(run.folder)
+                run = write_run(run.folder, run.record)
+            return run
+
+    late = Late(tmp_path, QUIET)
+    make(tmp_path, late, most_repeats=8)
+    assert late.starts == 6
+    assert late.said[-1].startswith("how many repeats are needed is not told by these: ")
+    again = Spreading(tmp_path, QUIET)
+    make(tmp_path, again, most_repeats=8, resume=True)
+    assert again.done == ["after normal 1", "before normal 1"]
+    assert again.said[-1].startswith("the 3 repeats are enough: ")

@@ -14,7 +14,7 @@ import pytest_kvcache
 PACKAGE = Path(pytest_kvcache.__file__).parent
 # The order of the rooms: a module imports what stands before it, never what stands after it.
 ORDER = [
-    "errors", "userfiles", "units", "quantities", "qualityrecords", "findingrecords", "loadrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
+    "errors", "userfiles", "units", "quantities", "qualityrecords", "experimentrecords", "findingrecords", "loadrecords", "records", "runfolder", "machine", "settings", "conditions", "server", "engines", "observe", "load", "capacity", "quality",
     "imports", "analysis", "judge", "report", "planned", "diskroom", "measure", "conclusion", "cards", "opening", "adopting", "importing", "experimenting", "foreseeing", "session", "sweeping", "assertions", "options", "hookspecs", "marks", "fixtures", "plugin", "watching",
     "inspection", "diagnosis", "qualifying", "gating", "searching", "planning", "wasting", "demo", "cli", "suite",
 ]  # fmt: skip

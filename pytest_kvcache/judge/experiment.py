@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from pytest_kvcache.errors import CannotJudge, UsageError
-from pytest_kvcache.records import SCHEMA_VERSION, ExperimentRecord
+from pytest_kvcache.experimentrecords import ExperimentRecord
+from pytest_kvcache.records import SCHEMA_VERSION
 from pytest_kvcache.runfolder import decode_record, write_atomic
 
 FILE = "experiment.json"

@@ -58,7 +58,14 @@ class Worsening:
 
 
 def not_worse(
-    before: Sequence[float], after: Sequence[float], margin: float, *, lower_is_better: bool, relative: bool, paired: bool = False
+    before: Sequence[float],
+    after: Sequence[float],
+    margin: float,
+    *,
+    lower_is_better: bool,
+    relative: bool,
+    paired: bool = False,
+    pilot: int = 0,
 ) -> Worsening:
     """Judge non-inferiority of window values: PASS where the worsening is below ``margin`` at CONFIDENCE, FAIL where it is above.
 
@@ -67,6 +74,9 @@ def not_worse(
 
     ``relative`` compares logarithms, and then ``margin`` is a share of the side before: 0.25 lets a time grow, or a rate fall, by
     25 %. Where nothing varies at all, the interval is the point: what repeats exactly is known exactly.
+
+    ``pilot`` says that the number of pairs was chosen from the spread of that many first ones. The interval is then Stein's (1945), of that
+    spread and its degrees of freedom, which holds whatever number was chosen; the spread of all pairs is taken where it is larger.
     """
     n, m = len(before), len(after)
     if min(n, m) < FEWEST_WINDOWS:
@@ -75,20 +85,23 @@ def not_worse(
         if min(*before, *after) <= 0:
             return Worsening(INCONCLUSIVE, why="a value of zero has no ratio")
         left, right = [math.log(v) for v in before], [math.log(v) for v in after]
-        bound = math.log1p(margin) if lower_is_better else -math.log1p(-margin) if margin < 1 else math.inf
     else:
-        left, right, bound = list(before), list(after), margin
+        left, right = list(before), list(after)
+    bound = scaled_margin(margin, lower_is_better=lower_is_better, relative=relative)
     sign = 1.0 if lower_is_better else -1.0
     estimate = sign * (_mean(right) - _mean(left))
     if paired:
         pairs = [sign * (b - a) for a, b in zip(left, right, strict=True)]
-        half = float(_special().stdtrit(n - 1, CONFIDENCE)) * math.sqrt(_variance(pairs) / n)
-        low, high, spread, freedom = estimate - half, estimate + half, _variance(pairs), 1
+        spread, fixed = _variance(pairs), 0
+        if FEWEST_WINDOWS <= pilot < n:
+            spread, fixed = max(spread, _variance(pairs[:pilot])), pilot - 1
+        half = float(_special().stdtrit(fixed or n - 1, CONFIDENCE)) * math.sqrt(spread / n)
+        low, high, freedom = estimate - half, estimate + half, 1
     else:
         low, high = _welch(left, right, estimate)
-        spread, freedom = _variance(left) + _variance(right), 2
+        spread, freedom, fixed = _variance(left) + _variance(right), 2, 0
     verdict = PASS if high <= bound else FAIL if low > bound else INCONCLUSIVE
-    needed = _windows_needed(max(n, m), spread, freedom, abs(bound - estimate)) if verdict == INCONCLUSIVE else None
+    needed = _windows_needed(max(n, m), spread, freedom, abs(bound - estimate), fixed) if verdict == INCONCLUSIVE else None
 
     def shown(value: float) -> float:
         if not relative:
@@ -96,6 +109,35 @@ def not_worse(
         return math.expm1(value) if lower_is_better else -math.expm1(-value)
 
     return Worsening(verdict, shown(estimate), shown(low), shown(high), needed)
+
+
+def scaled_margin(margin: float, *, lower_is_better: bool, relative: bool) -> float:
+    """Return a margin on the scale on which values are compared: of logarithms where it is a share of the side before."""
+    if not relative:
+        return margin
+    return math.log1p(margin) if lower_is_better else -math.log1p(-margin) if margin < 1 else math.inf
+
+
+def pair_spread(before: Sequence[float], after: Sequence[float], *, relative: bool) -> float | None:
+    """Return by how much the differences of pairs spread (their standard deviation, on the scale of ``scaled_margin``), whatever their mean is.
+
+    None where there are fewer than two pairs, or a value has no logarithm.
+    """
+    if len(before) < FEWEST_WINDOWS or (relative and min(*before, *after) <= 0):
+        return None
+    return math.sqrt(_variance([(math.log(b / a) if relative else b - a) for a, b in zip(before, after, strict=True)]))
+
+
+def two_stage_chance(pairs: int, pilot: int, spread: float, margin: float) -> float:
+    """Return the least chance that an equal candidate passes with ``pairs`` pairs, chosen from a ``spread`` that ``pilot`` pairs showed.
+
+    By Stein (1945): given the number, the mean over the pilot's standard error of it has Student's t distribution with ``pilot - 1`` degrees of
+    freedom, whatever the true spread is. ``margin`` is on the scale of the spread.
+    """
+    if spread <= 0 or margin == math.inf:
+        return 1.0
+    special = _special()
+    return float(special.stdtr(pilot - 1, margin * math.sqrt(pairs) / spread - float(special.stdtrit(pilot - 1, CONFIDENCE))))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -121,11 +163,14 @@ def _welch(left: Sequence[float], right: Sequence[float], estimate: float) -> tu
     return estimate - half, estimate + half
 
 
-def _windows_needed(there: int, spread: float, freedom: int, distance: float) -> int | None:
-    """Return the windows a side at which the interval would be shorter than the distance to the margin; None beyond MOST_WINDOWS."""
+def _windows_needed(there: int, spread: float, freedom: int, distance: float, fixed: int = 0) -> int | None:
+    """Return the windows a side at which the interval would be shorter than the distance to the margin; None beyond MOST_WINDOWS.
+
+    ``fixed`` degrees of freedom are those of a pilot, which more windows do not add to.
+    """
     quantile = _special().stdtrit
     for n in range(there + 1, MOST_WINDOWS + 1):
-        if float(quantile(freedom * (n - 1), CONFIDENCE)) * math.sqrt(spread / n) < distance:
+        if float(quantile(fixed or freedom * (n - 1), CONFIDENCE)) * math.sqrt(spread / n) < distance:
             return n
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report.escape import plain
-from pytest_kvcache.report.model import is_usage, show_interval, show_record
+from pytest_kvcache.report.model import improvement, is_usage, show_interval, show_record
 
 
 def properties(gate: GateRecord, *, embedded: bool = False) -> list[tuple[str, str]]:
@@ -22,6 +22,7 @@ def properties(gate: GateRecord, *, embedded: bool = False) -> list[tuple[str, s
         "before": show_record(gate.before),
         "after": show_record(gate.after),
         "bound": gate.bound_text,
+        "better": improvement(gate),
         "interval": show_interval(gate),
         "beside": gate.beside or ("pool size, free space and running requests are in the report" if is_usage(gate) else ""),
         "method": gate.method,

@@ -13,6 +13,7 @@ from pytest_kvcache.report.model import (
     beside,
     gate_sentence,
     gate_title,
+    improvement,
     in_order,
     not_judged,
     show_bound,
@@ -112,6 +113,8 @@ def _gates(view: SessionView) -> list[str]:
 
 def _row(view: SessionView, gate: GateRecord, compared: bool) -> list[str]:
     title = markdown(gate_title(gate))
+    if better := improvement(gate):
+        title += f"<br>better: {markdown(better)}"
     if text := beside(view, gate):
         title += f"<br>{markdown(text)}"
     word = f"{'' if warns(gate) else _SIGNS.get(gate.verdict, '')} {markdown(shown_verdict(gate), 20)}".strip()

@@ -217,7 +217,7 @@ def _decided(verdict: VerdictRecord, gates: Sequence[GateRecord]) -> str:
         rest = f"; {aside} {'do' if aside != 1 else 'does'} not apply to this engine" if aside else ""
         if others := [gate for gate in gates if gate.verdict != "PASS"]:
             return f"{len(gates) - len(others)} of {count} passed, and the session's policy lets the others pass: {_list([gate_text(g) for g in others])}{rest}."
-        return f"All {count} passed{rest}." if len(gates) != 1 else f"The one gate passed{rest}."
+        return (f"All {count} passed{rest}" if len(gates) != 1 else f"The one gate passed{rest}") + f"{_improved(gates)}."
     return f"{count} judged."
 
 
@@ -257,6 +257,19 @@ def gate_text(gate: GateRecord) -> str:
         return f"{gate_title(gate)}: {show_record(gate.value)}"
     lane = plain(gate.lane, 40)
     return f"{lane}: {text}" if lane and lane not in text else text
+
+
+def improvement(gate: GateRecord) -> str:
+    """Return by how much the side after is better, with both bounds; empty where that is not shown or was not judged."""
+    return plain(gate.better) if gate.verdict == "PASS" else ""
+
+
+def _improved(gates: Sequence[GateRecord]) -> str:
+    """Return what became better, after the word that all passed; free space is the other end of usage and is not said twice."""
+    shown = [
+        f"{gate_title(gate).replace(' not worse', '')} {better}" for gate in gates if (better := improvement(gate)) and gate.name != "free_not_worse"
+    ]
+    return f". Better: {_list(shown, 4)}" if shown else ""
 
 
 def gate_sentence(gate: GateRecord) -> str:

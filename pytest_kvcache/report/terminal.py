@@ -16,6 +16,7 @@ from pytest_kvcache.report.model import (
     aside_by_reason,
     beside,
     gate_title,
+    improvement,
     in_order,
     not_judged,
     show_bound,
@@ -147,6 +148,8 @@ def _table(view: SessionView, color: bool, width: int) -> list[str]:
 def _notes(view: SessionView, gate: GateRecord, width: int) -> list[str]:
     """Return the lines below a gate: what a usage ratio is never shown without, and the interval of one that could not tell."""
     texts = [text] if (text := beside(view, gate)) else []
+    if better := improvement(gate):
+        texts.insert(0, f"better: {better}")
     if gate.verdict != "PASS" and gate.value is not None and (interval := show_interval(gate)):
         texts.append(f"interval {interval}")
     if gate.lengths:

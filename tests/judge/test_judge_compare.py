@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,35 @@ def test_a_slower_candidate_fails_on_time_and_throughput(side: Make) -> None:
     assert gates["throughput_not_worse"].verdict == FAIL
     assert "200 ms after" in gates["ttft_not_worse"].text
     assert "25.0 % may be" in gates["ttft_not_worse"].text
+
+
+def test_an_improvement_is_told_with_both_bounds(side: Make) -> None:
+    gates = by_name(compare(side(users=8), side(users=2, length_s=0.25)).gates)
+    usage, ttft, rate = gates["usage_not_worse"], gates["ttft_not_worse"], gates["throughput_not_worse"]
+    assert {usage.verdict, ttft.verdict} == {PASS}
+    assert re.fullmatch(r"\d+\.\d % of the pool lower(, between \d+\.\d % and \d+\.\d % \(90 % interval\))?", usage.better), usage.better
+    assert re.fullmatch(r"50\.\d % lower, between 4\d\.\d % and 5\d\.\d % \(90 % interval\)|50\.0 % lower", ttft.better), ttft.better
+    assert ttft.better in ttft.text
+    assert f"{ttft.better}, and 25.0 % higher may be" in ttft.text
+    assert rate.better == ""
+    free = gates["free_not_worse"]
+    assert re.fullmatch(r"\d+ blocks higher(, between .* blocks and .* blocks \(90 % interval\))?", free.better), free.better
+    worse = by_name(compare(side(users=2), side(users=8)).gates)
+    assert worse["usage_not_worse"].better == ""
+    assert re.fullmatch(r"29\d\.\d % higher, between 29\d\.\d % and 29\d\.\d % \(90 % interval\)", worse["throughput_not_worse"].better)
+
+
+def test_a_peak_that_spreads_in_a_closed_loop_names_the_open_one_and_more_repeats(side: Make) -> None:
+    def peaks(*users: int, **record: str) -> list[Analysis]:
+        found = [side(1, users=n, record={"window": number, **record})[0] for number, n in enumerate(users)]
+        return [replace(a, run=replace(a.run, record=msgspec.structs.replace(a.run.record, window=n, workload=f"w{n}"))) for n, a in enumerate(found)]
+
+    gate = by_name(not_worse(peaks(4, 4, 4), peaks(3, 5, 4), Margins()))["usage_not_worse"]
+    assert gate.verdict == INCONCLUSIVE
+    assert "an open loop (--kv-rate) sends both sides the same arrivals" in gate.text
+    assert "--kv-most-repeats" not in gate.text, "these servers were not launched by us"
+    launched = by_name(not_worse(peaks(4, 4, 4, launch_id="a"), peaks(3, 5, 4, launch_id="b"), Margins()))["usage_not_worse"]
+    assert "--kv-most-repeats takes as many repeats as the spread asks for" in launched.text
 
 
 def test_a_fuller_pool_fails_with_its_three_numbers(side: Make) -> None:

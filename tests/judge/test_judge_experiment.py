@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_kvcache.errors import CannotJudge, UnknownSchema, UsageError
+from pytest_kvcache.experimentrecords import CellRecord
 from pytest_kvcache.judge import experiment
 from pytest_kvcache.judge.experiment import Cell
-from pytest_kvcache.records import CellRecord
 
 DESIGN = {"before": "a", "after": "b", "seed": 1, "plan": [["normal", 0, 2.0, {}]]}
 
