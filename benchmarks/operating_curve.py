@@ -335,8 +335,8 @@ def main() -> None:
     if arguments.chosen:
         if arguments.write:
             page = Path(arguments.write) / "operating-curve.md"
-            before, _, rest = page.read_text().partition(CHOSEN_TITLE)
-            page.write_text(before + chosen_part(chosen, chosen_hard, arguments.trials) + NEXT_TITLE + rest.partition(NEXT_TITLE)[2])
+            before, _, rest = page.read_text().partition(CHOSEN_TITLE if CHOSEN_TITLE in page.read_text() else NEXT_TITLE)
+            page.write_text(before + chosen_part(chosen, chosen_hard, arguments.trials) + NEXT_TITLE + (rest.partition(NEXT_TITLE)[2] or rest))
         return
     worlds = {*main_grid(), *each_quantity(), *rare_worlds()}
     found: dict[World, dict[str, float]] = {}
