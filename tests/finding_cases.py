@@ -181,8 +181,8 @@ CASES: dict[str, tuple[Case, Case]] = {
         lambda folder: prefix_run(folder, shared(), 0.0, caching=True),
     ),
     "prefix-cache-thrashing": (
-        lambda folder: prefix_run(folder, shared(), 0.0, caching=True),
-        lambda folder: prefix_run(folder, shared(), 560.0, caching=True),
+        lambda folder: prefix_run(folder, shared(16), 0.0, caching=True),
+        lambda folder: prefix_run(folder, shared(16), 560.0, caching=True),
     ),
     "recomputed-hits": (
         lambda folder: prefix_run(
@@ -236,8 +236,8 @@ CASES: dict[str, tuple[Case, Case]] = {
         lambda folder: made(folder, before={"max_model_len": 2032}),
     ),
     "runaway-generation": (
-        lambda folder: made(folder, (), climbing(0.0), seconds=20, hz=4, usable=4000),
-        lambda folder: made(folder, (), climbing(1.0), seconds=20, hz=4, usable=4000),
+        lambda folder: made(folder, (), climbing(0.0), seconds=40, hz=4, usable=4000),
+        lambda folder: made(folder, (), climbing(1.0), seconds=40, hz=4, usable=4000),
     ),
     "leak": (
         lambda folder: made(folder, None, tail(4.1, usage=5 / USABLE, used_blocks=5.0, free_blocks=122.0), seconds=9.0, after={"used_blocks": 5.0}),

@@ -245,6 +245,7 @@ def balance_values(found: Balance) -> dict[str, Value]:
     cards = [one for one in found.spreads if one.quantity == "gpu.used_bytes"]
     alone = Missing("fewer than two cards of this server were seen", cannot_happen=not cards)
     values["balance.gpu_memory_spread"] = cards[0].gap if cards else alone
+    values["balance.gpu_over_mean"] = cards[0].over_mean if cards else alone
     factor = [one.over_mean for one in found.spreads if one.quantity == "usage" and isinstance(one.over_mean, Reading)]
     lacking = found.usage_spread if isinstance(found.usage_spread, Missing) else Missing("usage is 0 everywhere")
     values["balance.usage_over_mean"] = max(factor, key=Reading.number) if factor else lacking

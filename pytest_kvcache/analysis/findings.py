@@ -29,7 +29,7 @@ SEVERITIES = ("critical", "warning", "notice")
 """From the gravest on."""
 MOST_SHOWN = 5
 FILES = ("memory", "payload", "pressure", "evidence")
-_TEXTS = ("id", "title", "when", "severity", "say", "symptom", "cause", "avoid", "reason")
+_TEXTS = ("id", "title", "when", "severity", "say", "symptom", "cause", "avoid", "reason", "because")
 _LISTS = ("do", "measure", "spare", "instead_of")
 _NEEDED = ("id", "when", "say")
 _PLACE = re.compile(r"\{([^{}]*)\}")
@@ -45,9 +45,9 @@ NO_LOG = Missing("there is no request log beside these metrics: measure with pyt
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. In ``say`` ``{usage.peak}`` is a number, ``{a|b}`` the first that is known, ``{baseline:x}`` the baseline's, and what stands in
-    ``[...]`` is left out where a number in it is not known. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule.
-    Where it speaks, the rules of ``instead_of``, which say the same less exactly, are silent."""
+    """One rule. In ``say`` ``{usage.peak}`` is a number, ``{a|b}`` the first that is known, ``{baseline:x}`` the baseline's, ``{source:x}`` what x was read
+    from (of a distance: the pair), and what stands in ``[...]`` is left out where a number in it is not known. ``spare`` are quantities whose term is left out where the engine cannot have them; any other such term silences the rule.
+    ``because`` says what the numbers of ``when`` rest on. Where it speaks, the rules of ``instead_of``, which say the same less exactly, are silent."""
 
     id: str
     when: Condition
@@ -61,6 +61,7 @@ class Rule:
     do: tuple[str, ...] = ()
     avoid: str = ""
     reason: str = ""
+    because: str = ""
     spare: tuple[str, ...] = ()
     instead_of: tuple[str, ...] = ()
     condition: str = ""
@@ -196,7 +197,7 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
         when = parse(table["when"])
     except UsageError as error:
         raise UsageError(f"when: {error.what}", where=where, hint=error.hint) from None
-    places = [name.removeprefix("baseline:") for place in _PLACE.findall(table["say"]) for name in place.split("|")]
+    places = [_bare(name) for place in _PLACE.findall(table["say"]) for name in place.split("|")]
     for key, names in (("measure", lists["measure"]), ("spare", lists["spare"]), ("say", places)):
         for name in names:
             if name not in KNOWN and name not in _TEXTUAL:
@@ -204,6 +205,10 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
     texts: dict[str, str] = {name: table[name] for name in _TEXTS if name in table and name != "when"}
     texts.setdefault("title", table["id"])
     return Rule(when=when, condition=table["when"], weight=float(weight), where=where, **lists, **texts)  # type: ignore[arg-type]
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("baseline:").removeprefix("source:")
 
 
 _TEXTUAL = frozenset(name for name, quantity in QUANTITIES.items() if quantity.kind == "config" and not quantity.unit)
@@ -304,7 +309,7 @@ def _missing(rule: Rule, lookup: Lookup, before: Lookup | None) -> str:
 
 def _finding(rule: Rule, lookup: Lookup, before: Lookup | None, why: str, run: str, profile: str) -> Finding:
     def values(place: str) -> list[Value]:
-        return [_read(before if name.startswith("baseline:") else lookup, name.removeprefix("baseline:")) for name in place.split("|")]
+        return [_read(before if name.startswith("baseline:") else lookup, _bare(name)) for name in place.split("|")]
 
     def optional(match: re.Match[str]) -> str:
         known = all(any(isinstance(value, Reading) for value in values(place)) for place in _PLACE.findall(match.group(1)))
@@ -312,7 +317,8 @@ def _finding(rule: Rule, lookup: Lookup, before: Lookup | None, why: str, run: s
 
     def place(match: re.Match[str]) -> str:
         found = values(match.group(1))
-        return _show(next((value for value in found if isinstance(value, Reading)), found[0]))
+        known = next((value for value in found if isinstance(value, Reading)), found[0])
+        return known.source[:300] if isinstance(known, Reading) and match.group(1).startswith("source:") else _show(known)
 
     names = dict.fromkeys([limit.name for limit in rule.limits] + list(rule.measure))
     evidence = []

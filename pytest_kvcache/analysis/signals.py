@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache.analysis.holding import Footprint
 from pytest_kvcache.analysis.ledger import GPU, CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, pool_of
-from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.prefixes import Prefixes
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.analysis.series import Series
+from pytest_kvcache.analysis.standing import FULL, standing
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import RunRecord
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-FULL = 0.9
-"""From this usage on a pool counts as full: what waits then is taken to wait for blocks."""
-_EMPTY = 0.05
-"""Below this usage nothing that lives holds a pool."""
+FEWEST_LOOKS = 10
+"""A share of fewer looks at a busy server is not told: of ten its standard error is 16 points at most (half a share over the root of ten)."""
 _STEADY_S = 0.25
-_NAMES = ("bound.seats", "bound.kv", "bound.budget", "bound.free")
+_STORM = 50  # so many are set against who ran at once, where nobody tells how many requests there were
+_NAMES = ("bound.seats", "bound.kv", "bound.budget", "bound.free", "bound.deferred")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ def signals(seen: Seen) -> dict[str, Value]:
     found["seats.used"] = _ratio(seen.values["running.peak"], seen.values.get("max_num_seqs"), "most running over the seats")
     found["length.mean_over_max"] = _ratio(seen.values["length.mean"], seen.values["length.max"], "mean length over the longest")
     found.update(_bound(seen))
-    found.update(_still(seen))
+    found["looks.busy"] = _busy_looks(seen)
+    found.update(standing(seen))
     found.update(_counted(seen))
     found.update(_prefix(seen))
     found.update(_cards(seen.ledgers))
@@ -80,9 +80,9 @@ def _of_server(seen: Seen, number: int, name: str) -> float | None:
 
 
 def _bound(seen: Seen) -> dict[str, Value]:
-    """Return for how much of the busy time requests waited for a seat, for blocks, or with both free; of several servers the highest.
+    """Return for how much of the busy time requests waited for a seat, for blocks, with both free, or for something else; of several servers the highest.
 
-    ``bound.free`` stands for the first and the last where the seats are not told.
+    ``bound.free`` stands for seats and budget where the seats are not told. Fewer than ``FEWEST_LOOKS`` at a busy server tell no share.
     """
     import numpy as np
 
@@ -100,11 +100,19 @@ def _bound(seen: Seen) -> dict[str, Value]:
             for name in _NAMES:
                 shares[name].append(0.0)
             continue
+        count = float(busy.sum())
+        if count < FEWEST_LOOKS:
+            few = Missing(f"{count:.0f} looks at a busy server are too few to tell a share: {FEWEST_LOOKS} are needed")
+            lacking.update(dict.fromkeys(_NAMES, few))
+            continue
         queued = busy & (waiting > 0)
         capacity = one.column("waiting_capacity")[pressed]
+        if np.isfinite(capacity[busy]).any():
+            shares["bound.deferred"].append(float(_lasting(queued & (capacity < waiting), one.wall_s[pressed]).sum()) / count)
+        else:
+            lacking["bound.deferred"] = Missing("the server does not tell why requests wait")
         queued &= ~(np.isfinite(capacity) & (capacity <= 0))
         full = _full(seen, number, one, pressed, usage)
-        count = float(busy.sum())
         if np.isfinite(usage[queued]).any() or not queued.any():
             shares["bound.kv"].append(float((queued & full).sum()) / count)
         else:
@@ -129,6 +137,21 @@ def _bound(seen: Seen) -> dict[str, Value]:
         else lacking.get(name, none)
         for name in _NAMES
     }
+
+
+def _busy_looks(seen: Seen) -> Value:
+    """Return on how many looks the averages over the level rest."""
+    import numpy as np
+
+    pressed = (seen.levels.wall_s >= seen.window.since_s) & (seen.levels.wall_s <= seen.window.until_s)
+    columns = [seen.levels.columns[name][pressed] for name in (f"used_{seen.levels.counts or 'blocks'}", "usage")]
+    column = next((one for one in columns if np.isfinite(one).any()), None)
+    if column is None:
+        return Missing("the server does not tell its level")
+    count = int((np.nan_to_num(column) > 0).sum())
+    if count < FEWEST_LOOKS:
+        return Missing(f"{count} looks at a level are too few for an average: {FEWEST_LOOKS} are needed")
+    return Reading(float(count), "looks", "telemetry.jsonl: samples inside the load with something held")
 
 
 def _full(seen: Seen, number: int, one: Series, pressed: Any, usage: Floats) -> Any:
@@ -156,106 +179,20 @@ def _lasting(mask: Any, wall_s: Floats) -> Any:
     return kept
 
 
-def _still(seen: Seen) -> dict[str, Value]:
-    """Return the longest time in which a server said that requests run, or wait, while no token was counted and none of ours was in flight."""
-    import numpy as np
-
-    stale, stuck, held, alone, most = 0.0, 0.0, 0.0, 0.0, 0.0
-    told = holds = roomy = False
-    begun, ended = np.sort(seen.rows.sent_s), np.sort(seen.rows.end_s)
-    dialect = DIALECTS.get(seen.record.engine)
-    # what waiting requests hold of each other's blocks is a deadlock, and no request too large; cached blocks that count as used are neither
-    roof = FULL if dialect is not None and dialect.idle_cached_is_free is False else _EMPTY
-    for number, one in enumerate(seen.series):
-        counters = [column for name in ("prompt_tokens", "generation_tokens") if np.isfinite(column := one.column(name)).any()]
-        running, waiting = one.column("running"), one.column("waiting")
-        live = np.searchsorted(begun, one.wall_s, side="right") - np.searchsorted(ended, one.wall_s, side="right")
-        used = one.column(f"used_{seen.levels.counts or 'blocks'}")
-        if np.isfinite(used).any() and np.isfinite(running).any():
-            holds = True
-            idle = (running <= 0) & (np.nan_to_num(waiting) <= 0) & (live <= 0)
-            held = max(held, _longest(one.wall_s, np.zeros(len(used)), idle & (np.nan_to_num(used) > 0)))
-        if not counters or not np.isfinite(running).any():
-            continue
-        told = True
-        total = np.sum([np.nan_to_num(column) for column in counters], axis=0)
-        runs, waits = np.nan_to_num(running) > 0, np.nan_to_num(waiting) > 0
-        stale = max(stale, _longest(one.wall_s, total, runs & ~waits & (live <= 0)))
-        # a request that is put back and read again without an end is seen to run at one look and to wait at the next
-        stuck = max(stuck, _longest(one.wall_s, total, waits | _put_back(one.column("preemptions"))))
-        if not np.isfinite(usage := one.column("usage")).any():
-            continue
-        roomy = True
-        # what the engine puts off for another reason (an adapter, a transfer) is not too large for it
-        put_off = np.nan_to_num(one.column("waiting_capacity"), nan=1.0) <= 0
-        hanging = _hanging(seen.rows, number, one.wall_s)
-        queue = np.maximum(np.where(put_off, 0.0, np.nan_to_num(waiting)), hanging)
-        lonely = (queue > 0) & (running <= 0) & (usage < roof)
-        if (longest := _longest(one.wall_s, total, lonely)) > alone:
-            alone, most = longest, float(queue[lonely].max())
-    lacking = Missing("the server tells no counters of tokens beside its gauges")
-    return {
-        "held.seconds": Reading(held, "s", "longest stretch of samples with nothing running or waiting and something held")
-        if holds
-        else Missing("the server does not tell what is held and what runs together"),
-        "stale.seconds": Reading(stale, "s", "longest stretch of samples with running requests and no token counted, none of ours in flight")
-        if told
-        else lacking,
-        "stuck.seconds": Reading(stuck, "s", "longest stretch of samples with requests waiting or put back and no token counted")
-        if told
-        else lacking,
-        **_alone(alone, most, lacking if not told else None if roomy else Missing("the server does not tell its usage")),
-    }
-
-
-def _alone(seconds: float, waiting: float, lacking: Missing | None) -> dict[str, Value]:
-    if lacking is not None:
-        return {"stuck.alone": lacking, "stuck.waiting": lacking}
-    return {
-        "stuck.alone": Reading(seconds, "s", "longest stretch of samples with requests waiting, none running, blocks free and no token counted"),
-        "stuck.waiting": Reading(waiting, "requests", "most that waited in such samples, by the gauge or by our own log"),
-    }
-
-
-def _hanging(rows: Rows, number: int, wall_s: Floats) -> Floats:
-    """Return how many requests of ours that never got a token were open on a server at each moment: not every engine counts them as waiting."""
-    import numpy as np
-
-    never = ~np.isfinite(rows.first_s) & (rows.endpoint == number) & ~rows.outcome_in(REFUSED)
-    begun, ended = np.sort(rows.sent_s[never]), np.sort(rows.end_s[never])
-    return np.asarray(np.searchsorted(begun, wall_s, side="right") - np.searchsorted(ended, wall_s, side="right"), dtype=np.float64)
-
-
-def _put_back(preemptions: Floats) -> Any:
-    """Return at which samples the counter of preemptions has just grown or is about to."""
-    import numpy as np
-
-    grew = np.diff(np.nan_to_num(preemptions)) > 0
-    return np.concatenate([[False], grew]) | np.concatenate([grew, [False]])
-
-
-def _longest(wall_s: Floats, total: Floats, mask: Any) -> float:
-    import numpy as np
-
-    if len(wall_s) < 2:
-        return 0.0
-    # from one sample to the next: both in the state, and no token between them
-    steps = np.where(mask[1:] & mask[:-1] & (np.diff(total) == 0), np.diff(wall_s), 0.0)
-    level = np.cumsum(steps)
-    base = np.maximum.accumulate(np.where(steps == 0, level, 0.0))
-    return float((level - base).max())
-
-
 def _counted(seen: Seen) -> dict[str, Value]:
     counters = {name: growth.value for name, growth in seen.levels.counters.items()}
     finished, sent = counters["finished"], seen.values["requests.sent"]
     found: dict[str, Value] = {"requests.finished": finished}
     base = finished if isinstance(finished, Reading) and finished.number() else sent
-    found["preemptions.per_request"] = (
-        _ratio(seen.values["preemptions"], base, "preemptions over requests that finished or were sent")
-        if isinstance(base, Missing) or base.number()
-        else Missing("no request finished or was sent")
-    )
+    back = seen.values["preemptions"]
+    if isinstance(base, Reading) and base.number():
+        found["preemptions.per_request"] = _ratio(back, base, "preemptions over requests that finished or were sent")
+    elif isinstance(back, Reading) and back.number() >= _STORM:
+        found["preemptions.per_request"] = _ratio(
+            back, seen.values["running.peak"], "preemptions over the most that ran at once: who finished is not told"
+        )
+    else:
+        found["preemptions.per_request"] = base if isinstance(base, Missing) else Missing("no request finished or was sent")
     ours, generated = seen.values["output_tokens"], counters["generation_tokens"]
     if not len(seen.rows) or not isinstance(ours, Reading) or not ours.number():
         found["endpoint.seen"] = Missing("no answer of ours has counted tokens")
@@ -300,12 +237,22 @@ def _cards(ledgers: Sequence[CardLedger]) -> dict[str, Value]:
     foreign = max(others, key=lambda one: one.others.bytes or 0.0, default=None)
     tight = min(free, key=lambda one: (one.free.bytes or 0.0) / (one.total.bytes or 1.0), default=None)
     why = next((one.others.value for one in cards if isinstance(one.others.value, Missing)), none)
+    left: Value = none
+    if tight is not None:
+        left = Reading((tight.free.bytes or 0.0) / (tight.total.bytes or 1.0), "ratio", f"free of {tight.name}")
+    elif stated := [share for one in ledgers if one.kind == GPU and (share := _left_by_share(one)) is not None]:
+        left = Reading(min(stated), "ratio", "what the share leaves of the card, less what the log states on top of it: an upper bound")
     return {
         "card.other_bytes": Reading(foreign.others.bytes or 0.0, "bytes", foreign.name) if foreign is not None else why,
-        "card.free_share": Reading((tight.free.bytes or 0.0) / (tight.total.bytes or 1.0), "ratio", f"free of {tight.name}")
-        if tight is not None
-        else none,
+        "card.free_share": left,
     }
+
+
+def _left_by_share(one: CardLedger) -> float | None:
+    """Return the share of a card that its server leaves free by what the log states, where nobody measured it."""
+    if isinstance(one.budget, Missing) or isinstance(one.over_budget, Missing) or not one.total.bytes:
+        return None
+    return max(one.total.bytes - one.budget.number() - one.over_budget.number(), 0.0) / one.total.bytes
 
 
 def _room(seen: Seen) -> dict[str, Value]:

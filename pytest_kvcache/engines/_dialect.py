@@ -192,7 +192,8 @@ class Dialect:
     ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
     ``full_errors`` are words of the engine's errors that a request gets only when the pool is full. ``reserves`` says what a request takes
     beyond what it fills: nothing, its whole planned output (``output``), the length of the longest of its batch (``longest``), or both. ``shares_prefixes``: live requests can hold one copy of the same leading blocks.
-    ``generates_by_step``: its counter of generated tokens grows with every step, and not when requests end.
+    ``generates_by_step``: its counter of generated tokens grows with every step, and not when requests end. ``gauges_every_s``: its gauges
+    stand still for so long between two updates, whatever happens.
     """
 
     name: str
@@ -213,6 +214,7 @@ class Dialect:
     reserves: Reserves = ""
     shares_prefixes: bool = True
     generates_by_step: bool = False
+    gauges_every_s: float = 0.0
     label_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mirror_labels: frozenset[str] = frozenset()
     share_labels: frozenset[str] = frozenset()

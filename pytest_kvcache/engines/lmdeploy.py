@@ -25,6 +25,7 @@ DIALECT = Dialect(
     owned_by="lmdeploy",
     counts="blocks",
     idle_cached_is_free=False,
+    gauges_every_s=10.0,
     meaning="with the TurboMind engine idle cached KV counts as used: usage stays up when nothing runs, and is no sign of a leak",
     rank_label="engine",
     server_labels=TARGET_LABELS,

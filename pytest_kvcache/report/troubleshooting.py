@@ -21,7 +21,7 @@ grammar of [thresholds](verdicts.md)); what its quantities are stands in [diagno
 
 
 def page(rules: Sequence[Rule] | None = None) -> str:
-    """Return the page in Markdown: the table in order of gravity, then each rule with its condition and its reason."""
+    """Return the page in Markdown: the table in order of gravity, then each rule with its reason, its condition and why its numbers are these."""
     chosen = sorted(shipped_rules() if rules is None else rules, key=lambda rule: (SEVERITIES.index(rule.severity), -rule.weight))
     lines = [_HEAD.rstrip("\n")]
     for rule in chosen:
@@ -31,6 +31,8 @@ def page(rules: Sequence[Rule] | None = None) -> str:
     lines.append("\n## The rules\n")
     for rule in chosen:
         lines += [f"### {rule.id}\n", f"{rule.title} ({rule.severity}). {rule.reason}\n", f"```\n{rule.condition}\n```\n"]
+        if rule.because:
+            lines.append(f"{rule.because}\n")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
