@@ -127,7 +127,7 @@ def an_adapter_loaded(folder: Path, chance: random.Random) -> Analysis:
 def seldom_told(folder: Path, chance: random.Random) -> Analysis:
     """An engine that sets its gauges every ten seconds (LMDeploy), and is watched until they fall."""
     engine = _engine(chance, name="lmdeploy", gauges_s=10.0, block=16)
-    asks = poisson(chance.uniform(1.0, 3.0), 25.0, chance)
+    asks = poisson(chance.uniform(0.1, 0.5) * engine.seats / (70 * engine.step_s), chance.choice((25.0, 110.0)), chance)
     return run_of(folder, engine, asks, hz=2.0, seed=chance.randrange(1 << 30), watched=True)
 
 

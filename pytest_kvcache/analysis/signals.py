@@ -101,8 +101,8 @@ def _bound(seen: Seen) -> dict[str, Value]:
                 shares[name].append(0.0)
             continue
         count = float(busy.sum())
-        if count < FEWEST_LOOKS:
-            few = Missing(f"{count:.0f} looks at a busy server are too few to tell a share: {FEWEST_LOOKS} are needed")
+        if (looks := _looks(seen, busy, one.wall_s[pressed])) < FEWEST_LOOKS:
+            few = Missing(f"{looks} looks at a busy server are too few to tell a share: {FEWEST_LOOKS} are needed")
             lacking.update(dict.fromkeys(_NAMES, few))
             continue
         queued = busy & (waiting > 0)
@@ -148,10 +148,21 @@ def _busy_looks(seen: Seen) -> Value:
     column = next((one for one in columns if np.isfinite(one).any()), None)
     if column is None:
         return Missing("the server does not tell its level")
-    count = int((np.nan_to_num(column) > 0).sum())
+    count = _looks(seen, np.nan_to_num(column) > 0, seen.levels.wall_s[pressed])
     if count < FEWEST_LOOKS:
         return Missing(f"{count} looks at a level are too few for an average: {FEWEST_LOOKS} are needed")
     return Reading(float(count), "looks", "telemetry.jsonl: samples inside the load with something held")
+
+
+def _looks(seen: Seen, mask: Any, wall_s: Floats) -> int:
+    """Return how many looks a mask holds; of an engine whose gauges are set seldom two that saw one setting are one."""
+    import numpy as np
+
+    dialect = DIALECTS.get(seen.record.engine)
+    count = int(mask.sum())
+    if dialect is None or not dialect.gauges_every_s or len(wall_s) < 2:
+        return count
+    return min(count, int(count * float(np.median(np.diff(wall_s))) / dialect.gauges_every_s))
 
 
 def _full(seen: Seen, number: int, one: Series, pressed: Any, usage: Floats) -> Any:
