@@ -293,7 +293,9 @@ DOSES: tuple[Dose, ...] = (
     Dose("waiting-beside-free", "share of the looks with requests waiting", (0, 0.2, 0.4, 0.8), 0.4, of_looks(), percent=True),
     Dose("deferred-waiting", "share of the looks with requests put off", (0, 0.05, 0.2, 0.8), 0.2, of_looks(waiting_capacity=0.0), percent=True),
     Dose("campaign-day", "longest length over the pool, half of it in use", (0.1, 0.25, 0.4, 0.7, 0.9), 0.7, nearmax, percent=True),
-    Dose("longer-than-the-pool", "longest length over the pool", (0.5, 0.9, 1.0, 1.1, 2.0), 1.1, above_the_pool, beside("campaign-day"), percent=True),
+    Dose(
+        "longer-than-the-pool", "longest length over the pool", (0.5, 0.9, 1.0, 1.1, 2.0), 1.1, above_the_pool, beside("campaign-day"), percent=True
+    ),
     Dose("never-admitted", "time in which one request waits beside an empty pool", (0, 5, 9, 12, 60), 12, alone, unit="s"),
     Dose("stuck-queue", "time in which requests wait and nothing moves", (0, 5, 9, 12, 60), 12, standing(running=1.0, waiting=5.0), unit="s"),
     Dose("runaway-generation", "rise of the level by one request that does not end", (500, 2000, 3500, 5000, 10_000), 5000, climb, unit="tokens"),
