@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ import msgspec
 from pytest_kvcache.errors import CannotWrite
 from pytest_kvcache.measure import Planned, Target, run_folder
 from pytest_kvcache.observe.scrape import take_snapshot
+from pytest_kvcache.opening import is_address
 from pytest_kvcache.quality.items import Item, standard_items
+from pytest_kvcache.quality.pressure import AUTO, NONE
 from pytest_kvcache.quantities import Reading, Value
 from pytest_kvcache.runfolder import Run, write_run
 from pytest_kvcache.settings import Settings
@@ -49,3 +52,16 @@ def items_beside(target: Target, before: Sequence[Run], settings: Settings) -> l
     told += [run.record.config["block_size"].to_value() for run in before if run.record.profile == "quality" and "block_size" in run.record.config]
     sizes = {int(value.number()) for value in told if isinstance(value, Reading)}
     return standard_items(first, block_sizes=sorted(sizes))
+
+
+def pressed_as(before: Sequence[Run], settings: Settings) -> Settings:
+    """Return the settings with the pressures that the items of a side are asked under, where ``auto`` leaves them open.
+
+    All of them where two launches are compared: caches break when they are full, shared or cut off, and a release is decided there. Those of a
+    baseline that was asked under some. None of an attached server otherwise: it is a guest, and nobody asked for it to be filled.
+    """
+    if settings.quality_pressure != AUTO:
+        return settings
+    launched = bool(settings.before) and not is_address(settings.before) and not is_address(settings.after)
+    felt = [record.part for run in before for record in run.record.pressure]
+    return dataclasses.replace(settings, quality_pressure="all" if launched else ",".join(dict.fromkeys(felt)) or NONE)

@@ -38,7 +38,7 @@ FINDINGS = ("rules", "reserves")
 BOUNDS = ("max_usage", "min_free")
 JUDGE = (
     "usage_margin", "ttft_margin", "throughput_margin", "rare_margin", "quality_min", "quality_margin", "quality_items", "quality_pressure",
-    "quality_probes", "quality_tasks", "quality_tasks_dir", "quality_tasks_limit", "windows", "repeats",
+    "quality_probes", "quality_tasks", "quality_tasks_dir", "quality_tasks_limit", "quality_tokenizer", "windows", "repeats",
     "most_repeats", "resume", "expect_change",
 )  # fmt: skip
 
@@ -334,7 +334,7 @@ def _gate(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    with _session(options.settings_from(arguments)) as session:
+    with _session(options.settings_from(arguments), folder=Path(arguments.resume) if arguments.resume else None) as session:
         searching.run_search(arguments, session, _say)
         return _finish(session)
 

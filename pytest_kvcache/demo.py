@@ -23,7 +23,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     from pytest_kvcache.report.terminal import summary
     from pytest_kvcache.session import Session
 
-    settings = options.settings_from(arguments, before=BEFORE, after=AFTER, repeats=3, duration_s=3.0, name="demo")
+    settings = options.settings_from(arguments, before=BEFORE, after=AFTER, repeats=3, duration_s=3.0, quality_pressure="none", name="demo")
     print("A change of the KV cache from f16 to q4_0, on real llama.cpp and a model made to recall:", flush=True)
     with Session(settings, say=lambda text: print(f"  {text}", flush=True)) as session:
         session.plan = [Planned("normal", users=4)]

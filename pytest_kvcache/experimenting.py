@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ import msgspec
 
 from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.conditions import INCONCLUSIVE, INVALID
-from pytest_kvcache.errors import CannotWrite, UsageError
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.experimentrecords import CellRecord, CellRun
 from pytest_kvcache.judge import experiment, pilot
 from pytest_kvcache.judge.compare import compare
@@ -28,16 +27,15 @@ from pytest_kvcache.judge.experiment import Cell
 from pytest_kvcache.judge.windows import Margins
 from pytest_kvcache.measure import Planned, Target, longest_context
 from pytest_kvcache.opening import is_address
-from pytest_kvcache.runfolder import Run, read_run
+from pytest_kvcache.runfolder import Run, read_run, set_aside
 from pytest_kvcache.server.shown import shown_command, shown_settings
 from pytest_kvcache.settings import Settings
 
-UNFINISHED = "unfinished"
 QUALITY = -1
 # What may differ between the halves of a broken experiment: where things are written, how they are judged, and how many repeats are wanted.
 _MEASURING = (
     "model", "engine", "engine_from", "api", "header", "extra_body", "gpus", "users", "duration_s", "seed", "output_tokens", "reset_cache", "sample_hz",
-    "request_timeout_s", "quality_items", "quality_pressure", "quality_probes", "quality_tasks", "quality_tasks_limit", "metrics_url", "load_processes", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option",
+    "request_timeout_s", "quality_items", "quality_pressure", "quality_probes", "quality_tasks", "quality_tasks_limit", "quality_tokenizer", "metrics_url", "load_processes", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option",
 )  # fmt: skip
 
 
@@ -217,17 +215,7 @@ class Experiment:
         sound = [cell for cell in self.record.finished if cell.repeat not in unsound]
         self.record = msgspec.structs.replace(self.record, finished=sound, unsound_repeats=[*self.record.unsound_repeats, *unsound])
         kept = {run.folder for cell in self.record.finished for run in cell.runs}
-        runs = folder / "runs"
-        try:
-            for path in sorted(runs.iterdir()) if runs.is_dir() else ():
-                if path.name not in kept:
-                    (folder / UNFINISHED).mkdir(exist_ok=True)
-                    shutil.rmtree(folder / UNFINISHED / path.name, ignore_errors=True)
-                    path.rename(folder / UNFINISHED / path.name)
-        except OSError as error:
-            raise CannotWrite(
-                f"an unfinished cell cannot be set aside: {error.strerror or error}", where=str(folder), hint="check permissions"
-            ) from None
+        set_aside(folder, kept)
         self.record = msgspec.structs.replace(self.record, resumed_wall_s=[*self.record.resumed_wall_s, time.time()])
 
     def _is_unsound(self, folder: Path, run: CellRun) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from pytest_kvcache.quality.agreement import ask_agreement, choose_probes
 from pytest_kvcache.quality.ask import ask_items
 from pytest_kvcache.quality.harness import ask_tasks
 from pytest_kvcache.quality.items import Item
-from pytest_kvcache.quality.pressure import Pressing, ask_under_pressure, read_pressures
+from pytest_kvcache.quality.pressure import FILL_LIMIT_S, Pressing, ask_under_pressure, read_pressures
 from pytest_kvcache.records import SCHEMA_VERSION, PressureRecord, RunRecord, SnapshotRecord, StartMemory, ValueRecord
 from pytest_kvcache.runfolder import Run, write_atomic, write_run
 from pytest_kvcache.server.endpoint import complete
@@ -311,6 +312,7 @@ def _under_pressure(target: Target, settings: Settings, folder: Path, items: Seq
         scrape_timeout_s=settings.scrape_timeout_s,
         sample_hz=settings.sample_hz,
         seed=settings.seed,
+        fill_limit_s=math.inf if "quality_pressure" in settings.sources else FILL_LIMIT_S,
     )
     return ask_under_pressure(pressing, items, pressures) if (pressures := read_pressures(settings.quality_pressure)) else []
 

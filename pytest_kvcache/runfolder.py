@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ class Run:
         return list(read_lines(self.folder / "agreement.jsonl", AgreementRow))
 
 
+UNFINISHED = "unfinished"
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()
 
@@ -146,3 +148,18 @@ def read_runs(session: Path) -> list[Run]:
         return (int(number) if number.isdigit() else 1 << 30, folder.name)
 
     return [read_run(folder) for folder in sorted(folders, key=order)]
+
+
+def set_aside(session: Path, kept: Collection[str]) -> None:
+    """Move whatever below ``runs/`` is not in ``kept`` to ``unfinished/``: what was cut off, and what is measured again. Raises CannotWrite."""
+    runs = session / "runs"
+    try:
+        for path in sorted(runs.iterdir()) if runs.is_dir() else ():
+            if path.name not in kept:
+                (session / UNFINISHED).mkdir(exist_ok=True)
+                shutil.rmtree(session / UNFINISHED / path.name, ignore_errors=True)
+                path.rename(session / UNFINISHED / path.name)
+    except OSError as error:
+        raise CannotWrite(
+            f"an unfinished measurement cannot be set aside: {error.strerror or error}", where=str(session), hint="check permissions"
+        ) from None

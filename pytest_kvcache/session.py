@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.adopting import copy_runs, items_beside, planned_of
+from pytest_kvcache.adopting import copy_runs, items_beside, planned_of, pressed_as
 from pytest_kvcache.analysis.own_rules import rule_set
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conclusion import conclude, session_folder
@@ -313,11 +313,11 @@ class Session:
 
     def _ask(self, target: Target, items: Sequence[Item] | None = None, key: tuple[Any, ...] | None = None) -> Run:
         self._servers.check(target)
-        if items is None:
-            items = self.standard_items(target)
+        items = self.standard_items(target) if items is None else items
         self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
+        settings = pressed_as(self._before or (), self.settings)
         with self._roomy():
-            return measure_quality(target, self.settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
+            return measure_quality(target, settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
     def standard_items(self, target: Target) -> list[Item]:
         """Return the items of ``--kv-quality-items``, else the standard set for the served model."""

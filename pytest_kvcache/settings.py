@@ -153,7 +153,10 @@ class Settings:
     quality_margin: float = _opt(0.02, "largest loss of pass rate that a change may cost", group="judgement")
     quality_items: str = _opt("", "JSONL of your own quality items (prompt, expect, match)", group="judgement", metavar="FILE")
     quality_pressure: str = _opt(
-        "", "ask the quality items under pressure as well: fill, prefix, cancel with commas between, or all", group="judgement", metavar="NAMES"
+        "auto",
+        "ask the quality items under pressure as well: fill, prefix, cancel with commas between, all, or none; auto: all where two launches are compared",
+        group="judgement",
+        metavar="NAMES",
     )
     quality_probes: int = _opt(24, "prompts whose greedy answers are compared token by token; 0 leaves that out", group="judgement")
     quality_tasks: str = _opt(
@@ -163,6 +166,9 @@ class Settings:
         metavar="NAMES",
     )
     quality_tasks_dir: str = _opt("", "folder with lm-evaluation-harness tasks of your own", group="judgement", metavar="DIR")
+    quality_tokenizer: str = _opt(
+        "", "tokenizer for tasks that weigh given answers by their likelihood: a folder, or a name on the Hub", group="judgement", metavar="NAME"
+    )
     quality_tasks_limit: int = _opt(0, "documents of each such task; 0 asks all", group="judgement")
     thresholds: str = _opt("", "file of thresholds that the session is judged by (kvgate.toml)", group="judgement", metavar="FILE")
     rules: tuple[str, ...] = _opt(

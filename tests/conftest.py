@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from loopback_tls import Tls, make_tls
 
+from pytest_kvcache import runfolder
+from pytest_kvcache.report import write
 from pytest_kvcache.server import redaction
 
 # The same examples at every run and no deadline, so that no test fails by chance or on a busy machine; HYPOTHESIS_PROFILE=default looks for others.
@@ -39,3 +45,28 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_remembered_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no secret of one test be taken out of the texts of another."""
     monkeypatch.setattr(redaction, "_remembered", frozenset())
+
+
+@functools.cache
+def _verdict_schema() -> Callable[[Any], None]:
+    from jsonschema import Draft202012Validator
+
+    from pytest_kvcache.gating import schema_text
+
+    schema = json.loads(schema_text("verdict"))
+    Draft202012Validator.check_schema(schema)
+    validate: Callable[[Any], None] = Draft202012Validator(schema).validate
+    return validate
+
+
+@pytest.fixture(autouse=True)
+def every_verdict_meets_the_published_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold each verdict.json that a test writes to the schema that ``pytest-kvcache schema`` prints."""
+    written = runfolder.write_atomic
+
+    def checked(path: Path, data: bytes | str) -> None:
+        if path.name == "verdict.json":
+            _verdict_schema()(json.loads(data))
+        written(path, data)
+
+    monkeypatch.setattr(write, "write_atomic", checked)

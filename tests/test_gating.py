@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 from made_run import T0, MadeRun, closed_loop, quality_run, sample
 
 from pytest_kvcache.cli import main
@@ -185,3 +186,19 @@ def test_a_session_compared_with_its_copy_says_so_where_the_verdict_is_read(caps
     assert said in " ".join(capsys.readouterr().out.split())
     (summary,) = Path("reports").glob("*/summary.md")
     assert "the same measurement stands on both sides" in summary.read_text()
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_schema_prints_is_a_json_schema_of_2020_12(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", name]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    Draft202012Validator.check_schema(schema)
+
+
+def test_a_stored_run_meets_the_schema_of_runs_and_a_broken_verdict_does_not_meet_its_own() -> None:
+    _session("kept", windows=1)
+    Draft202012Validator(json.loads(schema_text("run"))).validate(json.loads(Path("kept/runs/1-normal/run.json").read_text()))
+    verdict = Draft202012Validator(json.loads(schema_text("verdict")))
+    assert not verdict.is_valid({"schema_version": 1, "verdict": "MAYBE", "session": "s"})
+    assert not verdict.is_valid({"verdict": "PASS"})

@@ -15,12 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
+from jsonschema import Draft202012Validator
+
+from pytest_kvcache.gating import schema_text
 
 pytestmark = pytest.mark.live
 
 SUITE = [sys.executable, "-m", "pytest", "--pyargs", "pytest_kvcache.suite", "-m", "capacity", "-p", "no:cacheprovider"]
 # 4 is INVALID evidence: what these tests look at was measured all the same, on a machine that was too busy to judge by
 UNLESS_CROWDED = (0, 4)
+QUIET = "--kv-quality-pressure=none"  # half a minute a side that other tests prove
 SHORT = ["--kv-duration-s=2", "--kv-users=3", "--kv-windows=2", "--kv-repeats=2"]
 
 
@@ -35,6 +39,7 @@ def _session(folder: Path) -> Path:
 
 def _verdict(folder: Path) -> dict[str, Any]:
     verdict: dict[str, Any] = json.loads((_session(folder) / "verdict.json").read_text())
+    Draft202012Validator(json.loads(schema_text("verdict"))).validate(verdict)
     return verdict
 
 
@@ -75,7 +80,9 @@ def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path
 
 
 def test_a_quantised_kv_cache_fails_on_quality_and_on_nothing_hollow(tmp_path: Path) -> None:
-    result = _run(tmp_path, "--kv-before=llamacpp --kv-type f16", "--kv-after=llamacpp --kv-type q4_0", "-k", "nothing_worse or quality or normal")
+    result = _run(
+        tmp_path, "--kv-before=llamacpp --kv-type f16", "--kv-after=llamacpp --kv-type q4_0", QUIET, "-k", "nothing_worse or quality or normal"
+    )
     assert result.returncode == 1
     gates = _verdict(tmp_path)["gates"]
     failed = {gate["quantity"] for gate in gates if gate["verdict"] == "FAIL"}
@@ -164,7 +171,9 @@ def test_under_xdist_a_lease_lets_one_worker_at_a_time_measure_and_one_report_te
 
 
 def test_the_comparison_alone_measures_what_it_needs(tmp_path: Path) -> None:
-    result = _run(tmp_path, "--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2", "-k", "nothing_worse")
+    result = _run(
+        tmp_path, "--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2", QUIET, "-k", "nothing_worse"
+    )
     assert "Traceback" not in result.stdout
     assert "kvcache: cell 1 of" in result.stdout, "minutes pass before the first test has ended"
     gates = {(gate["name"], gate.get("lane", "")): gate["verdict"] for gate in _verdict(tmp_path)["gates"]}

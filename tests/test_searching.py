@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,10 @@ from made_run import MadeRun, closed_loop, sample, snapshot
 from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.cli import main
 from pytest_kvcache.conditions import parse
-from pytest_kvcache.errors import UsageError
+from pytest_kvcache.errors import CannotJudge, UsageError
 from pytest_kvcache.judge.search import Question, judge_probe
 from pytest_kvcache.judge.search_file import read_search
+from pytest_kvcache.measure import run_folder
 from pytest_kvcache.planned import Planned
 from pytest_kvcache.records import TelemetryRow
 from pytest_kvcache.runfolder import Run
@@ -44,6 +49,8 @@ class MadeSession(Session):
 
     odd: Callable[[int, int], bool] | None = None
     lacking: tuple[str, ...] = ()
+    unsound: tuple[int, ...] = ()
+    other_from: int = 10**6
 
     def load(self, planned: Planned, *, number: int = 0, variant: str = "") -> Run:
         users = planned.users
@@ -55,9 +62,13 @@ class MadeSession(Session):
         after = [snapshot(first + 3.2, missing=self.lacking, preemptions=float(full), max_num_seqs=256)]
         if self.lacking:
             samples = [msgspec.structs.replace(s, values={k: v for k, v in s.values.items() if k not in self.lacking}) for s in samples]
-        record = {"variant": variant, "window": number, "options": {"users": users, "duration_s": 2.0}}
+        record: dict[str, Any] = {"variant": variant, "window": number, "options": {"users": users, "duration_s": 2.0}}
+        if number >= self.other_from:
+            record["engine_version"] = "99"
+        if number in self.unsound:
+            record["problems"] = ["the disk was full"]
         made = MadeRun(rows=rows, samples=samples, before=before, after=after, record=record)
-        run = made.write(self.folder / "runs" / f"{number + 1}-normal")
+        run = made.write(run_folder(self.folder, "normal"))
         self._runs[(number,)] = run
         return run
 
@@ -105,6 +116,112 @@ def test_the_report_of_a_search_is_made_again_from_its_folder(tmp_path: Path, ca
     assert main(["report", str(session.folder)]) == 0
     assert "The largest load that holds" not in (session.folder / "report.html").read_text()
     assert "The largest load that holds" in first
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from test_searching import MadeSession, Question, UNTIL, search
+from pytest_kvcache.measure import run_folder
+from pytest_kvcache.settings import resolve
+
+class Killed(MadeSession):
+    def load(self, planned, *, number=0, variant=""):
+        if number == {at}:
+            (run_folder(self.folder, "normal") / "telemetry.jsonl").write_text("{{")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().load(planned, number=number, variant=variant)
+
+with Killed(resolve({{}}, {{}}, {{}}), folder=Path({folder!r})) as session:
+    search(session, "normal", UNTIL, Question(), "users")
+"""
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_search_that_was_killed_goes_on_from_its_finished_probes(tmp_path: Path, at: int) -> None:
+    folder = tmp_path / "killed"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    done = subprocess.run([sys.executable, "-c", KILLED.format(paths=paths, at=at, folder=str(folder))], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    record = read_search(folder)
+    assert record is not None
+    assert (len(record.probes), record.verdict, "not at its end" in record.text) == (at, "INCONCLUSIVE", True)
+    _, whole = _searched(tmp_path / "whole")
+    session = MadeSession(resolve({}, {}, {}), folder=folder)
+    with session:
+        measured = count_loads(session)
+        found = search(session, "normal", UNTIL, Question(), "users", resume=folder)
+        session.record(gate_of(found, UNTIL, "users", session))
+        assert found.answer == whole.answer
+        assert [probe.level for probe in found.probes] == [probe.level for probe in whole.probes]
+        assert measured == list(range(at, len(whole.probes))), "nothing twice and nothing left out"
+        assert [run.folder.name for run in session.runs()] == [probe.folder for probe in read_search(folder).probes]  # type: ignore[union-attr]
+        session.finish()
+    assert len(list((folder / "unfinished").iterdir())) == 1, "the window that was cut off is kept apart"
+    again = read_search(folder)
+    assert again is not None
+    assert len(again.resumed_wall_s) == 1
+    # one that came to its end says the same again, and measures nothing
+    session = MadeSession(resolve({}, {}, {}), folder=folder)
+    with session:
+        measured = count_loads(session)
+        assert search(session, "normal", UNTIL, Question(), "users", resume=folder).answer == whole.answer
+        assert measured == []
+
+
+def count_loads(session: MadeSession) -> list[int]:
+    """Return the numbers of the windows that the session measures from now on."""
+    measured: list[int] = []
+    load = session.load
+
+    def counted(planned: Planned, *, number: int = 0, variant: str = "") -> Run:
+        measured.append(number)
+        return load(planned, number=number, variant=variant)
+
+    session.load = counted  # type: ignore[method-assign]
+    return measured
+
+
+def test_other_arguments_are_another_search_and_are_named(tmp_path: Path) -> None:
+    session, _ = _searched(tmp_path)
+    same = {"reports": str(tmp_path)}
+    changes: list[tuple[dict[str, Any], str, Question, str]] = [
+        (same, "preemptions > 3", Question(), "--until was preemptions > 0 or ttft.p95 > 2s and is preemptions > 3"),
+        ({**same, "seed": 4}, UNTIL, Question(), "--seed was 1 and is 4"),
+        ({**same, "endpoint": ["http://h:1"]}, UNTIL, Question(), "--endpoint was"),
+        (same, UNTIL, Question(repeats=5), "--probes was 3 and is 5"),
+        (same, UNTIL, Question(most=64.0), "--most was"),
+    ]
+    for settings, until, question, said in changes:
+        with MadeSession(resolve(settings, {}, {}), folder=session.folder) as other, pytest.raises(UsageError, match=re.escape(said)):
+            search(other, "normal", until, question, "users", resume=session.folder)
+    with MadeSession(resolve(same, {}, {}), folder=session.folder) as other:
+        # more steps are the same search
+        assert search(other, "normal", UNTIL, Question(steps=30), "users", resume=session.folder).answer.holds == FITS
+    with MadeSession(resolve(same, {}, {})) as other, pytest.raises(UsageError, match="no search to go on with"):
+        search(other, "normal", UNTIL, Question(), "users", resume=tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    (session.folder / "search.json").write_text("{")
+    with MadeSession(resolve(same, {}, {})) as other, pytest.raises(CannotJudge, match="cannot be read"):
+        search(other, "normal", UNTIL, Question(), "users", resume=session.folder)
+
+
+def test_windows_that_were_unsound_at_its_end_are_measured_again(tmp_path: Path) -> None:
+    session, found = _searched(tmp_path, unsound=(4, 5))
+    assert found.answer.verdict == "INVALID"
+    again = MadeSession(resolve({"reports": str(tmp_path)}, {}, {}), folder=session.folder)
+    with again:
+        measured = count_loads(again)
+        assert search(again, "normal", UNTIL, Question(), "users", resume=session.folder).answer.verdict == "PASS"
+        assert measured[0] == 4
+    assert len(list((session.folder / "unfinished").iterdir())) == 2
+
+
+def test_a_server_that_is_another_one_in_the_middle_of_a_search_judges_nothing(tmp_path: Path) -> None:
+    _, found = _searched(tmp_path, other_from=3)
+    assert found.answer.verdict == "INVALID"
+    assert "measured on different servers" in found.answer.text
 
 
 def test_an_answer_that_is_not_monotone_is_inconclusive_in_words(tmp_path: Path) -> None:

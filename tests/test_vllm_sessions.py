@@ -41,6 +41,7 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
         tmp_path,
         f"--kv-before={SERVER}",
         f"--kv-after={SERVER} --kv-cache-dtype fp8",
+        "--kv-quality-pressure=none",  # minutes on a CPU
         "--kv-repeats=1",
         "--kv-windows=2",
         "--kv-expect-change=kv_dtype",

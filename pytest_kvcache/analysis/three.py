@@ -19,7 +19,7 @@ def show(value: Value) -> str:
 def beside(analysis: Analysis) -> str:
     """Return what a usage ratio is never shown without: the pool, what was free, and the running requests with their mean length."""
     values = analysis.values
-    if analysis.run.record.imported_from:
+    if analysis.run.record.imported_from and not analysis.run.record.engine:
         return f"{analysis.run.record.imported_from} tells nothing of the pool"
 
     def first(*names: str) -> Value:
@@ -35,7 +35,8 @@ def beside(analysis: Analysis) -> str:
     alone = f" ({show(tightest)} of the fullest server)" if isinstance(tightest, Reading) and tightest.value != getattr(free, "value", None) else ""
     running = first("running.at_peak", "running.peak")
     length = first("mean_length.at_peak")
-    polled = "; polled, so the true peak is at least this" if analysis.run.record.sample_hz > 0 else ""
+    record = analysis.run.record
+    polled = "; polled, so the true peak is at least this" if record.sample_hz > 0 or record.imported_from else ""
     return f"pool {show(pool)}{of}; {_low(free)} free at the tightest{alone}; {show(running)} running at the peak, mean length {show(length)}{polled}"
 
 

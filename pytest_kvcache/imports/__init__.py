@@ -1,78 +1,81 @@
-"""Result files of other load tools, by our names for what they tell: AIPerf, GuideLLM, vLLM's ``bench serve`` and SGLang's ``bench_serving``.
+"""Result files of other load tools, by our names for what they tell: AIPerf, GuideLLM, vLLM's ``bench serve`` and SGLang's benchmarks.
 
 A tool that sees only its own requests tells nothing of the server's KV: usage, free blocks and preemptions stay Missing, and a gate on them
-never passes. Each format is one file of this room: ``claims`` says whether a parsed file is of that tool, ``read`` gives its loads.
+never passes. AIPerf's export of server metrics tells them. Each format is one file of this room: ``claims`` says whether what a file holds is of
+that tool, ``read`` gives its loads.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pytest_kvcache.errors import CannotJudge, UsageError
-from pytest_kvcache.imports import aiperf, guidellm, sglang_bench, vllm_bench
-from pytest_kvcache.imports.result import Result
+from pytest_kvcache.imports import aiperf, aiperf_server, guidellm, guidellm_table, sglang_bench, sglang_one_batch, vllm_bench
+from pytest_kvcache.imports.looks import looks_like
+from pytest_kvcache.imports.reading import Columns, Table, read_file
+from pytest_kvcache.imports.result import Result, merged
 
-LARGEST_BYTES = 512 << 20
 MOST_RESULTS = 1000
+_MOST_BESIDE = 20
 TOOLS: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], list[Result]]], ...] = (
     ("AIPerf", aiperf.claims, aiperf.read),
+    ("AIPerf's server metrics", aiperf_server.claims, aiperf_server.read),
     ("GuideLLM", guidellm.claims, guidellm.read),
+    ("GuideLLM", guidellm_table.claims, guidellm_table.read),
     ("SGLang bench_serving", sglang_bench.claims, sglang_bench.read),
+    ("SGLang bench_one_batch_server", sglang_one_batch.claims, sglang_one_batch.read),
     ("vllm bench serve", vllm_bench.claims, vllm_bench.read),
 )
 
 
 def read_results(path: Path) -> list[Result]:
-    """Return the loads that a result file tells of, in its order. Raises UsageError where it cannot be read, CannotJudge where no tool claims it."""
+    """Return the loads that a result file tells of, in its order. Raises UsageError where it cannot be read, CannotJudge where no tool claims it.
+
+    What AIPerf wrote of the server in the same folder and benchmark belongs to the load: it is read with it.
+    """
     found: list[Result] = []
-    for value in _values(path):
+    for value in read_file(path):
         for one in value if isinstance(value, list) else [value]:
-            tool = next((tool for tool in TOOLS if isinstance(one, dict) and tool[1](one)), None)
-            if tool is None:
-                known = ", ".join(name for name, _, _ in TOOLS)
-                raise CannotJudge(
-                    "cannot judge: no load tool that is known wrote this file",
-                    where=str(path),
-                    hint=f"known: the JSON of {known}; for AIPerf profile_export_aiperf.json, for a sweep of vLLM its summary.json",
-                )
-            try:
-                found += tool[2](one)
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                raise CannotJudge(
-                    f"cannot judge: this looks like a result of {tool[0]}, and has another layout: {type(error).__name__}: {str(error)[:120]}",
-                    where=str(path),
-                    hint="name the file as the tool wrote it",
-                ) from None
+            found += _read_one(one, path)
             if len(found) > MOST_RESULTS:
                 raise UsageError(f"more than {MOST_RESULTS} results in one file", where=str(path))
     if not found:
         raise CannotJudge("cannot judge: the file holds no result", where=str(path), hint="did the load tool come to its end?")
-    return found
+    return [_with_server(result, path) for result in found]
 
 
-def _values(path: Path) -> Iterator[Any]:
-    """Yield the JSON values of a file: one, or one a line."""
+def _read_one(one: Any, path: Path) -> list[Result]:
+    tool = next((tool for tool in TOOLS if isinstance(one, dict | Table | Columns) and tool[1](one)), None)
+    if tool is None:
+        what, hint = looks_like(one)
+        if what:
+            raise CannotJudge(f"cannot judge: this looks like {what}", where=str(path), hint=hint)
+        raise CannotJudge(
+            "cannot judge: no load tool that is known wrote this file",
+            where=str(path),
+            hint=f"known: files of {', '.join(dict.fromkeys(name for name, _, _ in TOOLS))} (docs/interchange.md)",
+        )
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise UsageError("a result file of more than 512 MiB is not read", where=str(path), hint="write it without the text of answers")
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"no result file: {error.strerror or error}", where=str(path)) from None
-    except UnicodeDecodeError:
-        raise CannotJudge("cannot judge: this is no text", where=str(path), hint="name the JSON file that the load tool wrote") from None
-    try:
-        yield json.loads(text)
-    except RecursionError:
-        raise CannotJudge("cannot judge: this is nested too deep", where=str(path)) from None
-    except ValueError as whole:
-        lines = [line for line in text.splitlines() if line.strip()]
+        return tool[2](one)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise CannotJudge(
+            f"cannot judge: this looks like a result of {tool[0]}, and has another layout: {type(error).__name__}: {str(error)[:120]}",
+            where=str(path),
+            hint="name the file as the tool wrote it",
+        ) from None
+
+
+def _with_server(result: Result, path: Path) -> Result:
+    """Return a load of AIPerf with what it wrote of the server in the same benchmark, where that lies beside its file."""
+    if result.tool != aiperf.TOOL or not result.benchmark or result.engine:
+        return result
+    for beside in sorted(path.parent.glob("*server_metrics*.json"))[:_MOST_BESIDE]:
         try:
-            values = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            values = []
-        if len(values) < 2:
-            raise CannotJudge(f"cannot judge: this is no JSON: {str(whole)[:120]}", where=str(path), hint="name the JSON file, not the CSV") from None
-        yield from values
+            found = read_results(beside)
+        except (CannotJudge, UsageError):
+            continue
+        if len(found) == 1 and found[0].engine and found[0].benchmark == result.benchmark:
+            return merged(result, found[0], f"with {beside.name} of the same benchmark, which lies beside it")
+    return result

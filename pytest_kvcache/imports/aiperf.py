@@ -15,9 +15,9 @@ TOOL = "AIPerf"
 _SECONDS = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9, "sec": 1.0, "s": 1.0, "seconds": 1.0}
 
 
-def claims(raw: dict[str, Any]) -> bool:
+def claims(raw: Any) -> bool:
     """Return whether this is such an export."""
-    return "input_config" in raw and ("aiperf_version" in raw or "request_latency" in raw)
+    return isinstance(raw, dict) and "input_config" in raw and "metrics" not in raw and ("aiperf_version" in raw or "request_latency" in raw)
 
 
 def read(raw: dict[str, Any]) -> list[Result]:
@@ -74,6 +74,7 @@ def read(raw: dict[str, Any]) -> list[Result]:
             ended_wall_s=_wall_s(text(raw.get("end_time"))),
             problems=tuple(problems),
             notes=(*failures(failed, ok), *notes, *([f"phase {phase}"] if phase else [])),
+            benchmark=text(raw.get("benchmark_id")),
         )
     ]
 

@@ -1,4 +1,4 @@
-"""The JSON report of GuideLLM: a list of benchmarks, each with distributions over its successful requests.
+"""The JSON or YAML report of GuideLLM: a list of benchmarks, each with distributions over its successful requests.
 
 ``metrics`` is laid out alike in report versions 1 and 2; latencies of requests are in seconds, times to first token in milliseconds.
 """
@@ -12,9 +12,9 @@ from pytest_kvcache.imports.result import Figures, Result, as_number, failures, 
 TOOL = "GuideLLM"
 
 
-def claims(raw: dict[str, Any]) -> bool:
+def claims(raw: Any) -> bool:
     """Return whether this is such a report."""
-    benchmarks = raw.get("benchmarks")
+    benchmarks = raw.get("benchmarks") if isinstance(raw, dict) else None
     return isinstance(benchmarks, list) and bool(benchmarks) and bool(section(benchmarks[0], "metrics").get("request_totals"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_kvcache.quantities import KNOWN, Missing, Reading, Value
@@ -18,7 +18,8 @@ FEWEST_IN_FLIGHT = 0.8
 class Result:
     """One load: the tool, its version where it says so, a short name, the model, our quantities, and what the load was.
 
-    ``problems`` is what makes its figures no evidence (cancelled, no request answered), ``notes`` what one must know to read them.
+    ``problems`` is what makes its figures no evidence (cancelled, no request answered), ``notes`` what one must know to read them. ``benchmark``
+    names the measurement across files of one tool. Where the tool also read the server, ``engine``, its version and its ``config`` say which it was.
     """
 
     tool: str
@@ -31,6 +32,24 @@ class Result:
     ended_wall_s: float = 0.0
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    benchmark: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    config: Mapping[str, Value] = field(default_factory=dict)
+
+
+def merged(load: Result, server: Result, note: str) -> Result:
+    """Return a load with what the same tool read of the server meanwhile. What both tell is taken from the load."""
+    told = {name: value for name, value in server.values.items() if isinstance(value, Reading) or name not in load.values}
+    return replace(
+        load,
+        values={**told, **{name: value for name, value in load.values.items() if isinstance(value, Reading) or name not in told}},
+        problems=(*load.problems, *server.problems),
+        notes=(*load.notes, note, *server.notes),
+        engine=server.engine,
+        engine_version=server.engine_version,
+        config=server.config,
+    )
 
 
 class Figures:

@@ -12,9 +12,9 @@ from pytest_kvcache.imports.result import Figures, Result, as_number, failures, 
 TOOL = "sglang bench_serving"
 
 
-def claims(raw: dict[str, Any]) -> bool:
+def claims(raw: Any) -> bool:
     """Return whether this is such a line."""
-    return "completed" in raw and "total_output_tokens_retokenized" in raw and "median_ttft_ms" in raw
+    return isinstance(raw, dict) and "completed" in raw and "total_output_tokens_retokenized" in raw and "median_ttft_ms" in raw
 
 
 def read(raw: dict[str, Any]) -> list[Result]:

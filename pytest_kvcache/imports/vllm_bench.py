@@ -1,27 +1,60 @@
-"""The result of ``vllm bench serve --save-result``, also the summary.json of ``vllm bench sweep serve``. Times are in milliseconds.
+"""The result of ``vllm bench serve --save-result`` or ``--append-result``, and what ``vllm bench sweep serve`` makes of them. Times are in milliseconds.
 
 Fields as vLLM 0.32 writes them (vllm/benchmarks/serve.py); the latencies and, with ``--save-detailed``, the times of each request are in seconds.
+A sweep joins the results of one combination in its summary.json and those of all in summary.csv, each with what the combination set.
 """
 
 from __future__ import annotations
 
 import calendar
+import re
 import time
 from typing import Any
 
+from pytest_kvcache.imports.reading import Table
 from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, numbers, quantiles, text
 
 TOOL = "vllm bench"
 _ASK = "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,95,99"
 
 
-def claims(raw: dict[str, Any]) -> bool:
-    """Return whether this is such a result."""
-    return "endpoint_type" in raw and "completed" in raw and "request_throughput" in raw
+_SIGNS = ("endpoint_type", "completed", "request_throughput")
+_FIELDS = frozenset(
+    (
+        "backend", "burstiness", "completed", "date", "duration", "endpoint_type", "errors", "failed", "generated_texts", "input_lens",
+        "itls", "label", "latencies", "max_concurrency", "max_concurrent_requests", "max_output_tokens_per_s", "model_id", "num_prompts",
+        "output_lens", "output_throughput", "queue_times", "ramp_up_end_rps", "ramp_up_start_rps", "ramp_up_strategy", "request_goodput",
+        "request_rate", "request_throughput", "rtfx", "run_number", "start_times", "tokenizer_id", "total_input_tokens",
+        "total_output_tokens", "total_token_throughput", "ttfts",
+    )
+)  # fmt: skip
+_STATISTIC = re.compile(r"(mean|median|std|p\d+(\.\d+)?)_\w+")
+_MOST_SET = 6
 
 
-def read(raw: dict[str, Any]) -> list[Result]:
-    """Return the one load that it tells of."""
+def claims(raw: Any) -> bool:
+    """Return whether this is such a result, or the table of a sweep."""
+    return all(sign in (raw.head if isinstance(raw, Table) else raw if isinstance(raw, dict) else ()) for sign in _SIGNS)
+
+
+def read(raw: dict[str, Any] | Table) -> list[Result]:
+    """Return the loads that it tells of: one, or one for each row of a table."""
+    return [_one(row) for row in raw.records()] if isinstance(raw, Table) else [_one(raw)]
+
+
+def _set_by_sweep(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return what a sweep set for this result, which makes it another load than those of other settings."""
+    if "run_number" not in raw:
+        return {}
+    found = {
+        key: value
+        for key, value in raw.items()
+        if key and key not in _FIELDS and not _STATISTIC.fullmatch(key) and not key.startswith("Unnamed") and isinstance(value, str | int | float)
+    }
+    return dict(sorted(found.items())[:_MOST_SET])
+
+
+def _one(raw: dict[str, Any]) -> Result:
     figures = Figures(TOOL)
     completed = as_number(raw["completed"])
     failed = as_number(raw.get("failed"))
@@ -53,24 +86,24 @@ def read(raw: dict[str, Any]) -> list[Result]:
             _from_arrival(figures, raw)
         if rate is None and duration:
             problems = held_up(sum(numbers(raw.get("latencies"))) / duration if raw.get("latencies") else None, cap, completed)
-    options: dict[str, Any] = {"users": cap, "rate": rate, "requests_planned": planned, "duration_s": duration}
-    name = "-".join([TOOL.replace(" ", "-"), *([f"c{cap:g}"] if cap else []), *([f"r{rate:g}"] if rate else [])])
+    swept = _set_by_sweep(raw)
+    options: dict[str, Any] = {"users": cap, "rate": rate, "requests_planned": planned, "duration_s": duration, **swept}
+    label = [f"{key.replace('_', '-')}-{text(str(value), 20)}" for key, value in swept.items() if key not in {"max_concurrency", "request_rate"}]
+    name = "-".join([TOOL.replace(" ", "-"), *([f"c{cap:g}"] if cap else []), *([f"r{rate:g}"] if rate else []), *label])
     began = _began(text(raw.get("date")))
-    return [
-        Result(
-            TOOL,
-            name,
-            figures.values,
-            model=text(raw.get("model_id")),
-            options={key: value for key, value in options.items() if value is not None},
-            began_wall_s=began,
-            problems=problems,
-            notes=(
-                *failures(failed, completed),
-                f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",
-            ),
-        )
-    ]
+    return Result(
+        TOOL,
+        name,
+        figures.values,
+        model=text(raw.get("model_id")),
+        options={key: value for key, value in options.items() if value is not None},
+        began_wall_s=began,
+        problems=problems,
+        notes=(
+            *failures(failed, completed),
+            f"backend {text(raw.get('backend'), 40)}; the times are the client's own, and it was not checked whether it was out of CPU",
+        ),
+    )
 
 
 def _from_arrival(figures: Figures, raw: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.soundness import Problem
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import INCONCLUSIVE, INVALID, PASS
-from pytest_kvcache.judge import pools
+from pytest_kvcache.judge import pools, quality
 from pytest_kvcache.judge.change import Margins, not_worse, probe_not_worse
 from pytest_kvcache.judge.declared import check_declared
 from pytest_kvcache.judge.gates import worst
@@ -87,6 +87,7 @@ def compare(before: Sequence[Analysis], after: Sequence[Analysis], settings: Set
         notes.append(f"{SAME} ({same}): this is no comparison of two servers, and says nothing about a change")
     if launches(before) < 2 or launches(after) < 2:
         notes.append(RESTARTS_NOT_COVERED)
+    notes += quality.notes(before, after)
     verdict = worst(gate.verdict for gate in gates if gate.applicable and gate.level != "warn")
     return Comparison(gates, diff, verdict, [*notes, *pools.notes(*first), *pools.unneeded(before, after), *limits], problems, spoilt)
 

@@ -118,8 +118,7 @@ def quality_gates(before: Sequence[Analysis], after: Sequence[Analysis], margin:
         found.append(pressed_not_worse(before, after, margin))
     if any(row.part == TASKS for side in rows for row in side):
         found.append(_paired("tasks_not_worse", "quality.tasks", before, after, margin, lambda row: row.part == TASKS))
-    agreement = agreement_gate(before, after)
-    return [*found, agreement] if agreement is not None else found
+    return [*found, *(judged for judged in (agreement_gate(before, after), determinism_gate(before, after)) if judged is not None)]
 
 
 def pressed_not_worse(before: Sequence[Analysis], after: Sequence[Analysis], margin: float) -> GateRecord:
@@ -242,6 +241,67 @@ def agreement_gate(before: Sequence[Analysis], after: Sequence[Analysis]) -> Gat
             **fields,
         )
     return msgspec.structs.replace(made, level="warn")
+
+
+def determinism_gate(before: Sequence[Analysis], after: Sequence[Analysis]) -> GateRecord | None:
+    """Judge whether a change made greedy answers differ between two askings of one prompt, as a warning; None where a side was asked no probe.
+
+    A cache that gives another answer the second time is broken, or its batches differ: a side that was already so before is no worse for it.
+    """
+    floors = [noise_floor([row for analysis in side for row in analysis.run.agreement()]) for side in (before, after)]
+    if floors[0] is None or floors[1] is None:
+        return None
+    shared = [item for item in floors[0].shares if item in floors[1].shares]
+    moved = [[item for item in shared if floor.shares[item] < 1] for floor in floors if floor is not None]
+    lost, gained = len(set(moved[1]) - set(moved[0])), len(set(moved[0]) - set(moved[1]))
+    found = stats.paired_quality(lost, gained, len(shared), 1.0)
+    verdict = FAIL if found.verdict == FAIL else PASS if len(moved[1]) <= len(moved[0]) else INCONCLUSIVE
+    counted = [f"{len(side)} of {len(shared)}" for side in moved]
+    text = f"asked twice, {counted[0]} greedy probes were answered otherwise the second time before the change, and {counted[1]} after it"
+    text += f" (p = {found.p_worse:.2g})" if verdict != PASS else ""
+    both = [*before, *after]
+    made = gate(
+        "determinism_not_worse",
+        "agreement.equal",
+        verdict,
+        text,
+        both,
+        decisive=after[0],
+        unit="ratio",
+        before=ValueRecord.of(Reading(floors[0].equal, "ratio", "agreement.jsonl, before against before")),
+        after=ValueRecord.of(Reading(floors[1].equal, "ratio", "agreement.jsonl, after against after")),
+        bound_text="no more probes that differ from themselves than before",
+        side="after",
+        method=f"paired probes, exact one-sided McNemar test, {_SURE}",
+    )
+    return msgspec.structs.replace(made, level="warn")
+
+
+def notes(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[str]:
+    """Return what limits a judgement by answers: that it was asked of quiet servers alone, and that a server is not deterministic."""
+    asked = [[row for row in _rows(side) if not row.part] for side in (before, after)]
+    if not all(asked):
+        return []
+    found = []
+    if not all(any(record.pressed for record in _felt(side).values()) for side in (before, after)):
+        found.append(
+            "quality was asked of a quiet server alone: caches break when they are full, shared or cut off, and --kv-quality-pressure=all asks then"
+        )
+    floors = [noise_floor([row for analysis in side for row in analysis.run.agreement()]) for side in (before, after)]
+    unsteady = [
+        f"{floor.diverged} of {floor.probes} {word} the change"
+        for word, floor in zip(("before", "after"), floors, strict=True)
+        if floor and floor.diverged
+    ]
+    if unsteady:
+        found.append(
+            f"greedy decoding is not deterministic here: asked twice, {' and '.join(unsteady)} were answered otherwise; an item that is lost or gained may be "
+            "that noise, which the exact test of both weighs"
+        )
+    elif any(floors):
+        known = sum(floor.probes for floor in floors if floor)
+        found.append(f"greedy decoding was tested and not assumed: {known} probes asked twice gave the same tokens both times")
+    return found
 
 
 def describe(across: Agreement, floor: Agreement | None, own: Agreement | None) -> str:

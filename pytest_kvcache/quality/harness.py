@@ -23,9 +23,10 @@ import msgspec
 
 from pytest_kvcache.errors import CannotJudge, CannotWrite, EndpointRefused, UsageError
 from pytest_kvcache.quality.graders import is_garbage
+from pytest_kvcache.quality.likelihood import KINDS, is_weighed, prompt_logprobs_lacking, task_kinds, tells_tokenizer
 from pytest_kvcache.records import QualityRow
 from pytest_kvcache.runfolder import encode_line
-from pytest_kvcache.server.endpoint import Endpoint
+from pytest_kvcache.server.endpoint import Endpoint, list_models
 from pytest_kvcache.server.openai import API_PATHS
 from pytest_kvcache.server.startlog import redact
 from pytest_kvcache.settings import Settings
@@ -52,15 +53,49 @@ def harness_command() -> list[str]:
     raise UsageError("lm-evaluation-harness is not installed", where="--kv-quality-tasks", hint=_HINT)
 
 
-def command(endpoint: Endpoint, settings: Settings, output: Path) -> list[str]:
-    """Return the command that asks ``settings.quality_tasks`` through the endpoint; it holds no key. Raises UsageError.
-
-    Answers are generated and read as text, so that no tokenizer is needed; tasks that weigh given answers by their likelihood need one,
-    which the harness then says.
-    """
+def tasks_of(settings: Settings) -> list[str]:
+    """Return the tasks that are named. Raises UsageError for what is no name."""
     tasks = [task.strip() for task in settings.quality_tasks.split(",") if task.strip()]
     if wrong := next((task for task in tasks if not _TASKS.match(task)), None):
         raise UsageError(f"{wrong[:80]!r} is no name of a task", where="--kv-quality-tasks")
+    return tasks
+
+
+def tokenizer_for(endpoint: Endpoint, settings: Settings, weighed: Sequence[str]) -> dict[str, str]:
+    """Return how the harness splits text into tokens: not at all where answers are generated, else as ``weighed`` tasks need it.
+
+    Raises UsageError where the server cannot tell the likelihood of a given answer, or nobody says which tokenizer is its own.
+    """
+    if not weighed:
+        return {"tokenizer_backend": "None", "tokenized_requests": "False"}
+    named = ", ".join(weighed[:5])
+    if why := prompt_logprobs_lacking(endpoint):
+        raise UsageError(
+            f"{named} weighs given answers by their likelihood, and this server cannot tell it: {why}",
+            where="--kv-quality-tasks",
+            hint="tasks that generate their answers; vLLM and SGLang tell likelihoods",
+        )
+    if settings.quality_tokenizer:
+        folder = Path(settings.quality_tokenizer)
+        tokenizer = str(folder.absolute()) if folder.exists() else settings.quality_tokenizer
+        return {"tokenizer_backend": "huggingface", "tokenizer": tokenizer, "tokenized_requests": "True"}
+    if tells_tokenizer(endpoint):
+        return {"tokenizer_backend": "remote", "tokenized_requests": "True"}
+    raise UsageError(
+        f"{named} weighs given answers by their likelihood, and for that the harness needs the model's tokenizer",
+        where="--kv-quality-tasks",
+        hint="--kv-quality-tokenizer FOLDER (or its name on the Hub), or a vLLM started with --enable-tokenizer-info-endpoint",
+    )
+
+
+def command(endpoint: Endpoint, settings: Settings, output: Path, weighed: Sequence[str] = ()) -> list[str]:
+    """Return the command that asks ``settings.quality_tasks`` through the endpoint; it holds no key. Raises UsageError.
+
+    Answers are generated and read as text, so that no tokenizer is needed; ``weighed`` names tasks that weigh given answers by their likelihood.
+    """
+    tasks = tasks_of(settings)
+    if "," in settings.quality_tokenizer:
+        raise UsageError("the harness cannot take a tokenizer with a comma in its name", where="--kv-quality-tokenizer")
     if "," in endpoint.model or "," in endpoint.root:
         raise UsageError("the harness cannot take a model name or address with a comma in it", where=endpoint.shown)
     model = {
@@ -68,8 +103,8 @@ def command(endpoint: Endpoint, settings: Settings, output: Path) -> list[str]:
         "base_url": endpoint.url(API_PATHS[endpoint.api]),
         "num_concurrent": str(CONCURRENCY),
         "max_retries": "2",
-        "tokenizer_backend": "None",
-        "tokenized_requests": "False",
+        **tokenizer_for(endpoint, settings, weighed),
+        **_longest(endpoint),
         "timeout": f"{settings.request_timeout_s:g}",
         **({"ca_cert_path": endpoint.ca} if endpoint.ca else {}),
     }
@@ -89,10 +124,12 @@ def ask_tasks(endpoint: Endpoint, settings: Settings, folder: Path) -> list[Qual
     """Run the tasks through the endpoint and append a row for each document to quality.jsonl; the harness's own logs lie in ``lm-eval/``.
 
     Without ``settings.keep_text`` its logs, which hold prompts and answers, are removed once they are read. Raises UsageError where the harness
-    is not installed or refuses a task, EndpointRefused where it fails, CannotWrite.
+    is not installed, or a task asks for what the server cannot tell; EndpointRefused where it fails, CannotJudge, CannotWrite.
     """
     output = folder / _FOLDER
-    words = command(endpoint, settings, output)
+    kinds = task_kinds(harness_command(), tasks_of(settings), settings.quality_tasks_dir)
+    weighed = sorted(name for name, kind in kinds.items() if kind in KINDS)
+    words = command(endpoint, settings, output, weighed)
     environ = {**os.environ, "OPENAI_API_KEY": _key(endpoint), "TOKENIZERS_PARALLELISM": "false"}
     log = folder / "lm-eval.log"
     try:
@@ -115,6 +152,8 @@ def ask_tasks(endpoint: Endpoint, settings: Settings, folder: Path) -> list[Qual
         last = [line.strip() for line in said.splitlines() if line.strip()][-1:] or ["it said nothing"]
         raise EndpointRefused(f"lm-evaluation-harness ended with exit code {code}: {last[0][:300]}", where=str(log), hint="its log is there")
     rows = read_samples(output)
+    if not weighed and any(is_weighed(next(_lines(file), None)) for file in _newest(output)) and (why := prompt_logprobs_lacking(endpoint)):
+        raise CannotJudge(f"answers were weighed by their likelihood, which this server cannot tell: {why}", where=str(log), hint="other tasks")
     try:
         with (folder / "quality.jsonl").open("ab") as file:
             file.writelines(encode_line(row) for row in rows)
@@ -123,6 +162,12 @@ def ask_tasks(endpoint: Endpoint, settings: Settings, folder: Path) -> list[Qual
     except OSError as error:
         raise CannotWrite(f"cannot write the quality rows: {error.strerror or error}", where=str(folder), hint="free space") from None
     return rows
+
+
+def _longest(endpoint: Endpoint) -> dict[str, str]:
+    """Return the longest context, so that the harness does not cut prompts at its own default; nothing where the server does not tell."""
+    told = next((model.max_model_len for model in list_models(endpoint) if model.id == endpoint.model), None)
+    return {"max_length": str(told)} if told else {}
 
 
 def _key(endpoint: Endpoint) -> str:

@@ -8,6 +8,7 @@ that blocks are freed and taken at once. Each item is asked under one of them, s
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from pytest_kvcache.engines import Dialect
 from pytest_kvcache.errors import KvError, UsageError
@@ -36,6 +38,10 @@ from pytest_kvcache.server.openai import API_PATHS, request_body
 
 FILL, PREFIX, CANCEL = "fill", "prefix", "cancel"
 PRESSURES = (FILL, PREFIX, CANCEL)
+AUTO, NONE = "auto", "none"
+FILL_LIMIT_S = 60.0
+"""How long items are asked behind a lane that fills the cache where nobody named that pressure: what is left then is asked under another."""
+
 FULL = 0.85
 """The peak of usage from which the cache counts as full, where no request waited or was preempted."""
 
@@ -48,14 +54,21 @@ _COUNTERS = ("preemptions", "prefix_queries", "prefix_hits")
 
 
 def read_pressures(text: str) -> list[str]:
-    """Return the pressures that an option names: names with commas between, ``all``, or nothing. Raises UsageError."""
+    """Return the pressures that an option names: names with commas between, ``all``, ``none``, or nothing. Raises UsageError.
+
+    ``auto`` is none as well: whether it means some is known only where two sides are compared (adopting.py).
+    """
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if names == ["all"]:
         return list(PRESSURES)
+    if names in ([AUTO], [NONE]):
+        return []
     unknown = [name for name in names if name not in PRESSURES]
     if unknown:
         raise UsageError(
-            f"there is no pressure {unknown[0][:60]!r}", where="--kv-quality-pressure", hint=f"name some of {', '.join(PRESSURES)}, or all"
+            f"there is no pressure {unknown[0][:60]!r}",
+            where="--kv-quality-pressure",
+            hint=f"name some of {', '.join(PRESSURES)}, or all, none, auto",
         )
     return [name for name in PRESSURES if name in names]
 
@@ -74,7 +87,7 @@ def share_out(items: Sequence[Item], pressures: Sequence[str]) -> dict[str, list
 
 @dataclass(frozen=True)
 class Pressing:
-    """What the pressures need to know: the servers, how to read them, and where the rows go."""
+    """What the pressures need to know: the servers, how to read them, where the rows go, and how long ``fill`` may ask."""
 
     endpoints: Sequence[Endpoint]
     dialects: Sequence[Dialect]
@@ -84,6 +97,7 @@ class Pressing:
     scrape_timeout_s: float = 5.0
     sample_hz: float = 10.0
     seed: int = 1
+    fill_limit_s: float = math.inf
 
 
 def ask_under_pressure(pressing: Pressing, items: Sequence[Item], pressures: Sequence[str]) -> list[PressureRecord]:
@@ -91,14 +105,32 @@ def ask_under_pressure(pressing: Pressing, items: Sequence[Item], pressures: Seq
 
     Raises what ``ask_items`` raises. A pressure that could not be brought about is a record with ``pressed`` False.
     """
-    found = []
-    for pressure, chosen in share_out(items, pressures).items():
+    found: list[PressureRecord] = []
+    left: list[Item] = []
+    for pressure, share in share_out(items, pressures).items():
+        # what a filling lane kept from being asked in its time is asked under the last pressure
+        chosen = [*share, *(left if pressure == pressures[-1] else [])]
         if chosen:
-            found.append(_under(pressing, pressure, chosen))
+            record, late = _under(pressing, pressure, chosen, may_leave=len(pressures) > 1)
+            found.append(record)
+            left += late
     return found
 
 
-def _under(pressing: Pressing, pressure: str, items: Sequence[Item]) -> PressureRecord:
+_FILL_STEP = 12
+"""So many items are asked between two looks at the clock."""
+
+
+def _in_steps(items: Sequence[Item], pressure: str) -> list[list[Item]]:
+    """Return the items in the order in which they are asked; under ``fill`` in steps, each of which has something of every length."""
+    if pressure != FILL:
+        return [list(items)]
+    mixed = sorted(items, key=lambda item: zlib.crc32(item.id[::-1].encode()))
+    return [mixed[at : at + _FILL_STEP] for at in range(0, len(mixed), _FILL_STEP)]
+
+
+def _under(pressing: Pressing, pressure: str, items: Sequence[Item], *, may_leave: bool) -> tuple[PressureRecord, list[Item]]:
+    """Ask the items under one pressure, and return what the server went through and what was left when the time was over."""
     folder = pressing.folder / f"pressure-{pressure}"
     folder.mkdir(parents=True, exist_ok=True)
     before = [take_snapshot(e, d, e.log) for e, d in zip(pressing.endpoints, pressing.dialects, strict=True)]
@@ -108,18 +140,22 @@ def _under(pressing: Pressing, pressure: str, items: Sequence[Item]) -> Pressure
     sampler.start()
     try:
         with press(pressing, before, items, folder, sampler) as felt:
-            for replica, endpoint in enumerate(pressing.endpoints):
-                ask_items(
-                    endpoint,
-                    items[replica :: len(pressing.endpoints)],
-                    pressing.folder / "quality.jsonl",
-                    keep_text=pressing.keep_text,
-                    timeout_s=pressing.timeout_s,
-                    replica=replica,
-                    append=True,
-                    part=pressure,
-                    first=_warm(endpoint, pressing.timeout_s) if pressure == PREFIX else None,
-                )
+            until = time.monotonic() + (pressing.fill_limit_s if pressure == FILL and may_leave else math.inf)
+            steps = _in_steps(items, pressure)
+            while steps and time.monotonic() < until:
+                step = steps.pop(0)
+                for replica, endpoint in enumerate(pressing.endpoints):
+                    ask_items(
+                        endpoint,
+                        step[replica :: len(pressing.endpoints)],
+                        pressing.folder / "quality.jsonl",
+                        keep_text=pressing.keep_text,
+                        timeout_s=pressing.timeout_s,
+                        replica=replica,
+                        append=True,
+                        part=pressure,
+                        first=_warm(endpoint, pressing.timeout_s) if pressure == PREFIX else None,
+                    )
     finally:
         sampler.stop()
     seconds = time.monotonic() - began
@@ -129,9 +165,10 @@ def _under(pressing: Pressing, pressure: str, items: Sequence[Item]) -> Pressure
     fields |= {f"{name}_peak": _peak(name, rows) for name in ("usage", "running", "waiting")}
     pools = [value.number() for snapshot in before if isinstance(value := snapshot.value("pool_tokens"), Reading)]
     fields["pool_tokens"] = sum(pools) if pools else None
-    record = PressureRecord(pressure, True, items=len(items), seconds=round(seconds, 2), **felt, **fields)
+    left = [item for step in steps for item in step]
+    record = PressureRecord(pressure, True, items=len(items) - len(left), seconds=round(seconds, 2), **felt, **fields)
     why = _lacking(record, felt)
-    return PressureRecord(pressure, not why, why, items=len(items), seconds=round(seconds, 2), **felt, **fields)
+    return msgspec.structs.replace(record, pressed=not why, why=why), left
 
 
 def _lacking(record: PressureRecord, felt: Mapping[str, Any]) -> str:

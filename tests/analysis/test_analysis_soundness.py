@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import msgspec
 import pytest
 from made_run import T0, MadeRun, closed_loop, refused, request, sample, snapshot
 
+from pytest_kvcache.analysis import soundness
 from pytest_kvcache.analysis.soundness import Facts, Limits, problems
 from pytest_kvcache.analysis.timeline import analyse
+from pytest_kvcache.conditions import INCONCLUSIVE, INVALID, Limit, parse
+from pytest_kvcache.judge import gates
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import LoadEnd, LoadNote, LoadStart, RequestRow, TelemetryRow
 
@@ -31,6 +35,12 @@ def failing_reads(rows: list[RequestRow]) -> list[TelemetryRow]:
 
 def of_worker(offset_s: float, error_s: float | None) -> LoadEnd:
     return LoadEnd(T0 + 4, rows=16, reason="duration", worker="w0", clock_offset_s=offset_s, clock_error_s=error_s)
+
+
+def limit(text: str) -> Limit:
+    found = parse(text)
+    assert isinstance(found, Limit)
+    return found
 
 
 ROWS = closed_loop()
@@ -84,6 +94,23 @@ def test_it_is_seen(tmp_path: Path, name: str) -> None:
     assert [problem.rule for problem in found] == [rule], found
     assert found[0].text
     assert found[0].mend
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_gate_on_it_is_invalid_and_says_what_broke_it_and_how_to_mend_it(tmp_path: Path, name: str) -> None:
+    analysis = analyse(BROKEN[name][1].write(tmp_path / "1-normal"))
+    (problem,) = analysis.problems
+    for judged in (gates.peak_usage([analysis], 1.0), gates.no_rejections([analysis]), gates.threshold([analysis], limit("requests.sent >= 0"))):
+        if judged.verdict != INCONCLUSIVE:  # nothing was polled, or nothing was sent: then there is nothing to judge either
+            assert judged.verdict == INVALID, judged.text
+            assert problem.text in judged.text
+            assert f"to mend it: {problem.mend}" in judged.text
+
+
+def test_each_rule_of_soundness_is_broken_by_a_test() -> None:
+    rules = set(re.findall(r'Problem\(\s*"(\w+)"', Path(soundness.__file__).read_text()))
+    assert len(rules) >= 18
+    assert rules == {rule for rule, _ in BROKEN.values()} | {"gap", "capped"}, "gap and capped have tests of their own below"
 
 
 def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from made_run import MadeRun, snapshot
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, INVALID, NOT_APPLICABLE, PASS
 from pytest_kvcache.judge.compare import compare
-from pytest_kvcache.judge.quality import agreement_gate, judge_items, pressed, pressed_not_worse, quality_gates
+from pytest_kvcache.judge.quality import agreement_gate, determinism_gate, judge_items, notes, pressed, pressed_not_worse, quality_gates
 from pytest_kvcache.records import AgreementRow, PressureRecord, QualityRow
 from pytest_kvcache.runfolder import encode_line
 from pytest_kvcache.settings import Settings
@@ -109,6 +109,38 @@ def test_greedy_agreement_is_held_against_the_noise_of_the_side_before(make: Mak
     assert agreement_gate([exact], [make([])]) is None
     asked = rows(64, 300, 300)
     assert compare([make(asked, greedy(tokens))], [make(asked, greedy(noisy))], Settings()).verdict == PASS, "a warning decides nothing"
+
+
+def test_a_change_that_makes_greedy_answers_waver_is_warned_of(make: Make) -> None:
+    tokens = [[n, n + 1] for n in range(24)]
+    steady, wavering = make([], greedy(tokens)), make([], greedy(tokens, [[n, 99] if n < 6 else said for n, said in enumerate(tokens)]))
+    worse = determinism_gate([steady], [wavering])
+    assert worse is not None
+    assert (worse.verdict, worse.level) == (FAIL, "warn")
+    assert "0 of 24 greedy probes were answered otherwise the second time before the change, and 6 of 24 after it (p = 0.016)" in worse.text
+    for before, after in ((steady, steady), (wavering, wavering), (wavering, steady)):
+        same = determinism_gate([before], [after])
+        assert same is not None
+        assert same.verdict == PASS, "what wavered before is no worse for it"
+    slightly = determinism_gate([steady], [make([], greedy(tokens, [[99], *tokens[1:]]))])
+    assert slightly is not None
+    assert slightly.verdict == INCONCLUSIVE
+    assert determinism_gate([steady], [make([])]) is None
+
+
+def test_the_verdict_says_that_servers_were_quiet_and_whether_they_are_deterministic(make: Make) -> None:
+    asked, tokens = rows(64, 300, 300), [[n, n + 1] for n in range(24)]
+    quiet = [make(asked, greedy(tokens))]
+    assert any("asked of a quiet server alone" in note and "--kv-quality-pressure=all" in note for note in compare(quiet, quiet, Settings()).notes)
+    assert any("48 probes asked twice gave the same tokens both times" in note for note in notes(quiet, quiet))
+    shaky = [make(asked, greedy(tokens, [[99], *tokens[1:]]))]
+    said = notes(quiet, shaky)
+    assert any("not deterministic here: asked twice, 1 of 24 after the change were answered otherwise" in note for note in said)
+    felt_it = [make([*asked, *rows(64, 300, 300, "fill")], greedy(tokens), [felt("fill")])]
+    assert not any("quiet" in note for note in notes(felt_it, felt_it))
+    in_vain = [make([*asked, *rows(64, 300, 300, "fill")], greedy(tokens), [felt("fill", pressed=False, why="the cache was not full")])]
+    assert any("quiet" in note for note in notes(felt_it, in_vain))
+    assert notes([make([])], [make([])]) == [], "no item was asked at all"
 
 
 # -- field cases of kind e ---------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import snapshot
+from made_run import quality_run, snapshot
 from scripted_server import ScriptedServer
 
+from pytest_kvcache.adopting import pressed_as
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.quality import pressure
@@ -17,11 +18,11 @@ from pytest_kvcache.quality.needle import recall_items
 from pytest_kvcache.records import PressureRecord, QualityRow
 from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.endpoint import choose_model, parse_endpoint
-from pytest_kvcache.settings import Settings
+from pytest_kvcache.settings import Settings, resolve
 
 
 def test_pressures_are_named_or_all_of_them() -> None:
-    assert pressure.read_pressures("") == []
+    assert pressure.read_pressures("") == pressure.read_pressures("none") == pressure.read_pressures("auto") == []
     assert pressure.read_pressures("all") == ["fill", "prefix", "cancel"]
     assert pressure.read_pressures(" cancel, fill") == ["fill", "cancel"]
     with pytest.raises(UsageError, match="no pressure 'heat'"):
@@ -101,3 +102,48 @@ def test_requests_are_broken_off_in_mid_answer_while_items_are_asked(tmp_path: P
     assert record.pressed
     assert record.cancelled >= 1
     assert len(list(read_lines(tmp_path / "quality.jsonl", QualityRow))) == 6
+
+
+def test_what_a_filling_lane_kept_from_being_asked_in_its_time_is_asked_under_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [item for item in recall_items(600, [16]) if item.length_tokens in {63, 64, 65}][:20]
+    shares = pressure.share_out(items, ["fill", "cancel"])
+    monkeypatch.setattr(pressure, "run_load", lambda *_, stop, **__: stop.wait(30))
+    monkeypatch.setattr(pressure, "_FULL_WITHIN_S", 0.1)
+    with ScriptedServer(itl_s=0.02, metrics="vllm") as server:
+        endpoint = choose_model(parse_endpoint(server.url, Settings()))
+        pressing = pressure.Pressing([endpoint], [DIALECTS["vllm"]], tmp_path, sample_hz=20.0, fill_limit_s=0.0)
+        fill, cancel = pressure.ask_under_pressure(pressing, items, ["fill", "cancel"])
+    rows = list(read_lines(tmp_path / "quality.jsonl", QualityRow))
+    assert (fill.items, cancel.items) == (0, 20)
+    assert {row.item for row in rows if row.part == "cancel"} == {item.id for item in items}
+    assert len(rows) == 20
+    assert shares["fill"], "some were meant for it"
+
+
+def test_a_filling_lane_asks_something_of_every_length_in_each_step() -> None:
+    items = pressure.share_out(recall_items(4096, [16]), pressure.PRESSURES)["fill"]
+    steps = pressure._in_steps(items, "fill")
+    assert sorted(item.id for step in steps for item in step) == sorted(item.id for item in items)
+    assert all(len({item.length_tokens for item in step}) > len(step) / 2 for step in steps)
+    assert pressure._in_steps(items, "prefix") == [items]
+
+
+@pytest.mark.parametrize(
+    ("options", "felt", "names"),
+    [
+        ({"before": "a {port}", "after": "b {port}"}, (), "all"),
+        ({"before": "a {port}", "after": "b {port}", "quality_pressure": "none"}, (), "none"),
+        ({"before": "http://a:1", "after": "http://b:1"}, (), "none"),
+        ({"before": "http://a:1", "after": "b {port}"}, (), "none"),
+        ({"endpoint": ["http://a:1"]}, (), "none"),
+        ({"endpoint": ["http://a:1"], "baseline": "x"}, ("prefix", "cancel"), "prefix,cancel"),
+        ({"endpoint": ["http://a:1"], "quality_pressure": "fill"}, (), "fill"),
+    ],
+)
+def test_a_comparison_of_two_launches_presses_unless_told_otherwise(
+    tmp_path: Path, options: dict[str, Any], felt: tuple[str, ...], names: str
+) -> None:
+    made = quality_run(3, 3, pressure=[PressureRecord(part, True) for part in felt]).write(tmp_path / "1-quality")
+    found = pressed_as([made], resolve(options, {}, {}))
+    assert found.quality_pressure == names
+    assert ("quality_pressure" in found.sources) == ("quality_pressure" in options), "what was chosen for the user is not the user's choice"
