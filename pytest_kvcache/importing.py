@@ -13,6 +13,8 @@ from pytest_kvcache.measure import run_folder
 from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, ValueRecord
 from pytest_kvcache.runfolder import Run, write_run
 
+LONGEST_NAME = 60
+
 
 def import_results(path: Path, session: Path) -> list[Run]:
     """Write a Run below ``session`` for each load that a result file of another tool tells of, and return them.
@@ -32,7 +34,9 @@ def _names(results: list[Result]) -> list[tuple[str, int]]:
     seen: dict[str, int] = {}
     found = []
     for result in results:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", result.name).strip("-.")[:60] or "imported"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", result.name).strip("-.") or "imported"
+        if len(name) > LONGEST_NAME:  # two settings of a sweep must not become one by what is cut off
+            name = f"{name[: LONGEST_NAME - 8]}-{hashlib.sha256(result.name.encode()).hexdigest()[:7]}"
         found.append((name, seen.setdefault(name, 0)))
         seen[name] += 1
     return found

@@ -41,8 +41,9 @@ def _one(raw: dict[str, Any], benchmark: dict[str, Any], version: str) -> Result
     duration = as_number(benchmark.get("duration"))
     if ok:
         prompts, outputs = (section(metrics, name, "successful") for name in ("prompt_token_count", "output_token_count"))
-        figures.put("prompt_tokens", prompts.get("total_sum"), "prompt_token_count")
-        figures.put("output_tokens", outputs.get("total_sum"), "output_token_count")
+        for name, spread in (("prompt_token", prompts), ("output_token", outputs)):
+            total = as_number(spread.get("total_sum"))  # by its way of adding up, a fraction beside a whole number
+            figures.put(f"{name}s", round(total) if total is not None else None, f"{name}_count")
         figures.put("prompt_length.mean", prompts.get("mean"), "prompt_token_count")
         figures.put("prompt_length.max", prompts.get("max"), "prompt_token_count")
         produced = as_number(outputs.get("total_sum"))

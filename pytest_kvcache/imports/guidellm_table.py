@@ -6,7 +6,6 @@ It holds what the JSON report holds, without sums; so it is brought into that re
 from __future__ import annotations
 
 import calendar
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +25,6 @@ _METRICS = {
     "output_tokens_per_second": ("Token Throughput", "Successful Output Tokens/Sec"),
     "request_concurrency": ("Server Throughput", "Successful Concurrency"),
 }
-_PART = re.compile(r"(\w+)=('[^']*'|[^\s,]+)")
 _Cells = Mapping[tuple[str, str, str], str]
 
 
@@ -50,9 +48,12 @@ def read(raw: Table) -> list[Result]:
 
 def _benchmark(row: _Cells) -> dict[str, Any]:
     counts = {name.lower(): as_number(read_cell(row.get(("Request Counts", name, ""), ""))) for name in _COUNTS}
+    kind, _, level = row.get(("Benchmark", "Strategy", ""), "").partition("@")
+    profile = read_cell(row.get(("Run Info", "Profile", ""), ""))
     strategy = {
-        name: value.strip("'") if value.startswith("'") else read_cell(value)
-        for name, value in _PART.findall(row.get(("Benchmark", "Strategy", ""), ""))
+        "type_": kind,
+        "streams" if kind in {"concurrent", "throughput"} else "rate": as_number(read_cell(level)) if level else None,
+        "max_concurrency": profile.get("max_concurrency") if isinstance(profile, dict) else None,
     }
     return {
         "config": {"strategy": strategy},

@@ -8,7 +8,7 @@ from typing import Any
 from pytest_kvcache.imports.reading import Columns, Table
 from pytest_kvcache.imports.result import section
 
-_Sign = Callable[[dict[str, Any]], bool]
+_Sign = Callable[[dict[str, Any]], Any]
 _OFFLINE = "which runs without a server; bench serve has one"
 
 
@@ -22,6 +22,7 @@ _FILES: tuple[tuple[_Sign, str, str], ...] = (
     (_keys("avg_latency", "percentiles"), "a result of vllm bench latency", _OFFLINE),
     (_keys("elapsed_time", "num_requests", "tokens_per_second"), "a result of vllm bench throughput", _OFFLINE),
     (_keys("metadata", "metrics") , "AIPerf's record of single requests", "name profile_export_aiperf.json beside it"),
+    (lambda raw: isinstance(raw.get("data"), list) and raw["data"] and "session_id" in raw["data"][0], "the prompts of AIPerf", "name profile_export_aiperf.json beside it"),
     (_keys("endpoint_url", "timestamp_ns", "metrics"), "AIPerf's record of single scrapes", "name server_metrics_export.json or .csv beside it"),
     (_keys("dcgm_url", "timestamp_ns"), "AIPerf's record of the GPUs", "name profile_export_aiperf.json beside it"),
     (_keys("aiperf_version"), "a file of AIPerf", "name profile_export_aiperf.json of one run: those of several are named together, each is a window"),

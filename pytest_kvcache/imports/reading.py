@@ -104,8 +104,8 @@ def _read_table(path: Path, text: str) -> Table | None:
     csv.field_size_limit(LARGEST_BYTES)
     try:
         for cells, row in enumerate(csv.reader(io.StringIO(text, newline=""))):
-            if row[:1] and row[0].startswith("# "):
-                name, _, value = ",".join(row)[2:].partition(":")
+            if row[:1] and row[0].startswith("#"):
+                name, _, value = ",".join(row)[1:].partition(":")
                 comments[name.strip()[:120]] = value.strip()[:500]
             else:
                 rows.append(row)
