@@ -46,7 +46,7 @@ def _windows(one: Asked, before: Sequence[Analysis], after: Sequence[Analysis], 
     both = [*before, *after]
     chosen = pilot(before, after) if paired else 0
     method = (_TWO_STAGE.format(chosen) if chosen and chosen < len(before) else _PAIRED) if paired else _WELCH
-    values = one.lacking or one.values(before, after)
+    values = one.lacking if one.lacking is not None else one.values(before, after)
     if isinstance(values, Missing):
         return missing(one.name, one.quantity, values, both, side="after", method=method)
     left, right = values
