@@ -24,7 +24,9 @@ Parse = Literal["number", "text", "flag"]
 # What Prometheus, its relabelling and Ray add to a series to say which server it came from.
 TARGET_LABELS = ("instance", "pod", "ReplicaId", "WorkerId")
 # The rest of what they add; no part of what an engine says.
-ADDED_LABELS = frozenset({*TARGET_LABELS, "job", "namespace", "node", "container", "service", "endpoint", "cluster", "Component", "NodeAddress"})
+ADDED_LABELS = frozenset(
+    {*TARGET_LABELS, "job", "namespace", "node", "container", "service", "endpoint", "cluster", "server", "Component", "NodeAddress"}
+)
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,16 @@ _V0_SIGNS = (
     "vllm:avg_generation_throughput_toks_per_s",
 )
 _SLEEP = "vllm:engine_sleep_state"
+# vLLM's router (production-stack) speaks of the engines behind it under their names, and of swapped requests as V0 did.
+_ROUTER = "vllm:healthy_pods_total"
 _SUCCESS = ("vllm:request_success_total", "vllm:request_success")
 _REASON = ("finished_reason", "finish_reason")
 
 
 def _is_v0(view: View) -> bool:
     """Of several servers in one exposition each shows by its own series which engine it is."""
+    if view.has(_ROUTER):
+        return False
     return view.has(*_V0_SIGNS) if len(view.parts) < 2 else any(view.rows(name, shared=True)[1] for name in _V0_SIGNS)
 
 
@@ -231,6 +235,10 @@ def _finished(*reasons: str) -> Series:
 
 def _remarks(view: View) -> list[str]:
     notes: list[str] = []
+    if view.has(_ROUTER):
+        notes.append(
+            "this is vLLM's router: it counts the requests that it has sent on, and the pools are told by the engines' own pages (--kv-metrics-url)"
+        )
     if any(_is_v0(part) for part in view.parts):
         notes.append("vLLM V0: no null block; a preempted request may be swapped to host memory")
     if any(_is_asleep(part) for part in view.parts):
@@ -274,10 +282,11 @@ DIALECT = Dialect(
     idle_cached_is_free=True,
     generates_by_step=True,
     rank_label="engine",
-    server_labels=TARGET_LABELS,
+    server_labels=(*TARGET_LABELS, "server"),
     model_label="model_name",
     # What gateways and relabelling add: the rank of a data-parallel engine, and ranks of one engine that each tell the same (trap 7).
-    label_aliases={"engine": ("dp_rank",)},
+    # Triton's vLLM backend says model where vLLM says model_name.
+    label_aliases={"engine": ("dp_rank",), "model_name": ("model",)},
     mirror_labels=frozenset({"tp_rank", "pp_rank"}),
     json_paths=(JsonPath("/v1/models"), JsonPath("/version")),
     # NVIDIA's NIM containers serve vLLM's series at the second.

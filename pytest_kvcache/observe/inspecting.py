@@ -20,6 +20,7 @@ from pytest_kvcache.observe.dcgm import FAMILIES as DCGM_FAMILIES
 from pytest_kvcache.observe.dcgm import read_dcgm
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.observe.joining import join_samples, telling_servers_apart
+from pytest_kvcache.observe.log_moves import are_two_starts, last_start, moves
 from pytest_kvcache.observe.pasted import MOST_BYTES, Pasted, body_paths, error_of, sort_text
 from pytest_kvcache.observe.prometheus import Fleet
 from pytest_kvcache.observe.series import TARGET
@@ -114,8 +115,7 @@ def inspect(
     candidates = list(DIALECTS.values() if dialects is None else dialects)
     chosen = None if engine == "auto" else named(engine, candidates)
     found = Inspection(inputs=[f"{part.name}: {part.kinds}" + (f" ({part.problem})" if part.problem else "") for part in pasted])
-    log_text = "\n".join(part.log for part in pasted if part.log)
-    log = read_log(log_text)
+    log_text, log = _logs(found, [part for part in pasted if part.log])
     raw = live if live is not None else RawState(metrics_reason=_NO_SCRAPE)
     raw.model = raw.model or model
     raw.log_given = raw.log_given or bool(log_text)
@@ -150,6 +150,18 @@ def inspect(
         found.judged = False
         found.why = found.why or _nothing(pasted, raw, found)
     return found
+
+
+def _logs(found: Inspection, parts: Sequence[Pasted]) -> tuple[str, StartLog]:
+    """Return the text of the logs and what it states: all of one server, or the last of several starts, with a note of what moved."""
+    text = "\n".join(part.log for part in parts)
+    log = read_log(text)
+    apart = [read_log(part.log) for part in parts] if len(parts) > 1 else []
+    if not apart or not are_two_starts(apart, log):
+        return text, log
+    found.notes += moves([part.name for part in parts], apart)
+    number = last_start(apart)
+    return parts[number].log, apart[number]
 
 
 def _take_scrapes(found: Inspection, raw: RawState, pasted: Sequence[Pasted], candidates: Sequence[Dialect]) -> tuple[str, ...]:

@@ -291,6 +291,33 @@ VARIANTS: list[tuple[str, str, str | None, dict[str, Any], dict[str, Any]]] = [
         {"running": 1, "max_num_seqs": 2, "max_model_len": 4096, "used_tokens": None},
     ),
     (
+        "vLLM's router in front of two engines, which is no V0",
+        "vllm",
+        "".join(
+            f'vllm:{name}{{server="http://10.0.0.{n}:8000"}} {value}\n'
+            for name, values in (
+                ("num_requests_running", (2, 3)),
+                ("num_requests_swapped", (0, 0)),
+                ("healthy_pods_total", (1, 1)),
+                ("current_qps", (1, 2)),
+            )
+            for n, value in enumerate(values, start=1)
+        ),
+        {},
+        {"running": 5, "usage": None, "pool_blocks": None, "waiting": None},
+    ),
+    (
+        "Triton's vLLM backend with two models",
+        "vllm",
+        "".join(
+            f'vllm:{name}{{model="{model}",version="1"}} {value}\n'
+            for name, values in (("num_requests_running", (2, 3)), ("num_preemptions_total", (1, 4)))
+            for model, value in zip("ab", values, strict=True)
+        ),
+        {},
+        {"running": 5, "preemptions": 5},
+    ),
+    (
         "SGLang with priorities, and with streamed requests counted apart",
         "sglang",
         "".join(

@@ -61,15 +61,15 @@ class LogReader:
     def take(self, line: str) -> None:
         """Read one line and keep what it states."""
         self.lines += 1
-        if self.START and self.START in line:
+        anew = bool(self.START) and self.START in line
+        if anew:
             self.found.clear()
             self.restart()
-        if self.lines <= _MOST_SIGNED:
-            if self.SIGN.search(line):
-                self.score += 1
-            if self.VERSION is not None and not self.version:
-                match = self.VERSION.search(line)
-                self.version = match.group(1) if match else ""
+        if self.lines <= _MOST_SIGNED and self.SIGN.search(line):
+            self.score += 1
+        if self.VERSION is not None and (anew or (not self.version and self.lines <= _MOST_SIGNED)):
+            match = self.VERSION.search(line)
+            self.version = match.group(1) if match else self.version
         if self.HINT.search(line):
             stated = self.read(line)
             self.score += 2 * len(stated)
