@@ -246,3 +246,29 @@ def test_a_card_of_80_bytes_is_asked_for_its_unit(config: str, capsys: pytest.Ca
     code, _, err = run(capsys, config, "--gpu-memory", "80", "--weights", "14GiB")
     assert code == 2
     assert "80GiB" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--engine sglang --block-size 64", "request   max(ceil(131,072/64), ceil(min(131,072, 128+64)/64) / 0.8) = 2,048 blocks at 131,072 tokens"),
+        ("--engine llamacpp --max-model-len 8192 --slots 4", "capacity  4 slots of 108,288 cells = 4.00 requests of 8,192 tokens"),
+        ("--engine llamacpp --max-model-len 8192 --slots 4", "request   one cell a token: 8,192 = 8,192 cells at 8,192 tokens"),
+        ("--engine llamacpp --max-model-len 8192 --unified --slots 4", "435,712 / 8,192 = 53.19, and 4.00 by the slots: requests of 8,192 tokens"),
+    ],
+)
+def test_every_equation_comes_out_as_it_says(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, str(CONFIGS / "gpt-oss-20b.json"), "--kv-memory", "10GiB", *words.split())
+    assert line in out, out
+
+
+def test_a_cache_type_that_an_engine_lacks_is_refused_and_sizes_are_shown_in_gib(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, config, "--engine", "sglang", "--kv-dtype", "q8_0", "--kv-memory", "40GiB")
+    assert code == 1
+    assert "SGLang has no KV cache type q8_0" in out
+    code, out, _ = run(capsys, config, "--engine", "llamacpp", "--max-model-len", "32768", "--slots", "8", "--kv-memory", "9GiB")
+    assert code == 1
+    assert "8 caches of 32,768 cells need 32.00 GiB and 9.00 GiB are there" in out
+    code, out, _ = run(capsys, config, "--engine", "sglang", "--kv-memory", "4GiB")
+    assert "SGLang starts and refuses requests beyond 32768 tokens" in out
+    assert "such a request fits" not in out

@@ -8,6 +8,7 @@ every token. Recurrent states are in float32, one per slot.
 
 from __future__ import annotations
 
+from pytest_kvcache import units
 from pytest_kvcache.capacity.formats import parse_pair
 from pytest_kvcache.capacity.growth import check_parallel, resolve_dtypes, state_bytes, token_bytes
 from pytest_kvcache.capacity.layers import Architecture, Layer
@@ -96,8 +97,8 @@ def size_llamacpp(layout: Layout, kv_bytes: int) -> Pool:
     reason = layout.refusal
     if not reason and cache_bytes(layout, asked) > kv_bytes:
         reason = (
-            f"{streams} cache{'s' if streams > 1 else ''} of {asked} cells need{'' if streams > 1 else 's'} {cache_bytes(layout, asked)} bytes and {kv_bytes} are there"
-            f"{f'; {cells} cells a slot would fit' if cells else ''}"
+            f"{streams} cache{'s' if streams > 1 else ''} of {asked:,} cells need{'' if streams > 1 else 's'} {units.show_bytes(cache_bytes(layout, asked))}"
+            f" and {units.show_bytes(kv_bytes)} are there{f'; {cells:,} cells a slot would fit' if cells else ''}"
         )
     if layout.unified:
         concurrency = min(total / layout.max_model_len, float(layout.slots))

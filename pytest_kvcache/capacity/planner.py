@@ -368,7 +368,7 @@ def _notes(given: Answer) -> tuple[str, ...]:
         )
     if given.pool is not None:
         parts += given.pool.notes
-        if given.pool.pool_tokens < given.max_model_len and given.starts and given.pool.pool_blocks:
+        if shape.engine == "vllm" and given.pool.pool_tokens < given.max_model_len and given.starts and given.pool.pool_blocks:
             parts.append(
                 "the token figure is smaller than one request of max length, and such a request fits: capacity is counted in blocks per group"
             )

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pytest_kvcache.capacity.formats import parse_pair
 from pytest_kvcache.capacity.growth import check_parallel, resolve_dtypes, stages, state_bytes, token_bytes
 from pytest_kvcache.capacity.layers import Architecture, Layer
 from pytest_kvcache.capacity.layout import EngineShape, Group, Layout, Pool, ceil_div
 from pytest_kvcache.errors import UsageError
 
+# --kv-cache-dtype of SGLang 0.5 (srt/server_args.py); fp8 is taken as its fp8_e4m3
+CACHE_TYPES = frozenset({"bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4"})
 STATE_SHARE = 0.9 / 1.9
 STATE_TYPE = "float32"
 RESERVE = 6  # tokens that SGLang keeps back of the longest prompt (managers/tp_worker.py)
@@ -24,6 +27,7 @@ def lay_out_sglang(architecture: Architecture, shape: EngineShape) -> Layout:
     check_parallel(architecture, shape.tp, shape.pp)
     cache_type, model_type, assumed = resolve_dtypes(architecture, shape.kv_dtype, shape.dtype)
     page = shape.block_size or 1
+    alien = [form.name for form in parse_pair(cache_type) if form.name not in CACHE_TYPES] if shape.engine == "sglang" else []
     layers = architecture.layers + (architecture.mtp_layers if shape.mtp else ())
     windowed = (
         shape.hybrid and any(layer.kind in ("sliding", "chunked") for layer in layers) and any(layer.kind in ("full", "mla") for layer in layers)
@@ -49,6 +53,7 @@ def lay_out_sglang(architecture: Architecture, shape: EngineShape) -> Layout:
     return Layout(
         engine="sglang", shape=shape, groups=tuple(groups), bytes_per_block=int(max(costs) * page), block_size=page, max_model_len=length,
         in_flight_tokens=0, unit="blocks" if page > 1 else "tokens", fixed_bytes=states, assumptions=assumed, notes=tuple(notes),
+        refusal=f"SGLang has no KV cache type {alien[0]} (it has auto, bf16, fp8_e4m3, fp8_e5m2, fp4_e2m1)" if alien else "",
     )  # fmt: skip
 
 
@@ -92,7 +97,7 @@ def size_sglang(layout: Layout, kv_bytes: int) -> Pool:
     tokens = blocks * page
     need = sglang_blocks(layout, layout.max_model_len)
     reason = layout.refusal
-    if blocks <= 0:
+    if not reason and blocks <= 0:
         reason = "Not enough memory. Please try to increase --mem-fraction-static."
     for group in layout.groups:
         if not reason and group.window and int(tokens * shape.swa_ratio) // page * page <= group.window + page:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
-from pytest_kvcache.capacity.layout import Group, Layout
+from pytest_kvcache.capacity.layout import Group, Layout, Pool
 
 if TYPE_CHECKING:
     from pytest_kvcache.capacity.agreement import Compared
@@ -168,10 +168,16 @@ def equations(plan: Plan) -> Rows:
             )
         )
     if pool is not None and pool.blocks_per_request:
-        rows.append(
-            ("capacity", f"{pool.pool_blocks:,} / {pool.blocks_per_request:,} = {pool.max_concurrency:.2f} requests of {pool.max_model_len:,} tokens")
-        )
+        rows.append(("capacity", f"{_capacity(layout, pool)} requests of {pool.max_model_len:,} tokens"))
     return rows
+
+
+def _capacity(layout: Layout, pool: Pool) -> str:
+    if layout.unit == "cells" and not layout.unified:
+        return f"{layout.slots} slots of {pool.pool_blocks // max(layout.slots, 1):,} cells = {pool.max_concurrency:.2f}"
+    whole = pool.pool_blocks / pool.blocks_per_request
+    bounded = "" if abs(whole - pool.max_concurrency) < 0.005 else f", and {pool.max_concurrency:.2f} by the slots:"
+    return f"{pool.pool_blocks:,} / {pool.blocks_per_request:,} = {whole:.2f}{bounded}"
 
 
 def _per_gpu(plan: Plan) -> str:
@@ -195,7 +201,12 @@ def _sequence(plan: Plan) -> str:
 
 def request_equation(layout: Layout, tokens: int) -> str:
     """Return what one request is charged in each group, as arithmetic; equal groups are one term."""
+    if layout.engine == "llamacpp":
+        return f"one cell a token: {tokens:,}"
     terms: dict[str, int] = {}
+    if layout.engine == "sglang" and (window := next((group.window for group in layout.groups if group.window), None)):
+        page = layout.block_size
+        return f"max(ceil({tokens:,}/{page}), ceil(min({tokens:,}, {window:,}+{page})/{page}) / {layout.shape.swa_ratio:g})"
     for group in layout.groups:
         size = group.block_size
         if group.kind == "state":
@@ -222,7 +233,7 @@ def facts(plan: Plan) -> Rows:
     if growth.fixed_bytes:
         rows.append(("fixed", f"{units.show_bytes(growth.fixed_bytes)} per sequence, whatever its length"))
     if growth.window is not None:
-        rows.append(("window layers", growth.saturation))
+        rows.append(("window layers", f"{growth.saturation} ({units.show_bytes(growth.sliding_saturated_bytes)})"))
     if growth.cross_bytes_per_encoder_token:
         rows.append(("cross attention", f"{growth.cross_bytes_per_encoder_token:,} B per image or encoder token"))
     rows.append(

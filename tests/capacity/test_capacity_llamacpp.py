@@ -55,7 +55,7 @@ def test_a_split_slot_is_shorter_than_the_whole_cache() -> None:
     layout = lay_out(RECALL, EngineShape(engine="llamacpp", slots=4, unified=False, max_model_len=8192))
     pool = size_pool(layout, 16 * 2**20)
     assert (pool.starts, pool.longest, pool.max_concurrency) == (False, 4096, 0.0)
-    assert "4096 cells a slot would fit" in pool.reason
+    assert "4,096 cells a slot would fit" in pool.reason
 
 
 def test_the_embedded_model_is_read_as_its_engine_reads_it() -> None:
