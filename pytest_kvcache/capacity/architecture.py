@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvcache.capacity import families
+from pytest_kvcache.capacity.card import split_files
 from pytest_kvcache.capacity.fields import Fields, read_json
 from pytest_kvcache.capacity.gguf_models import read_gguf
 from pytest_kvcache.capacity.kinds import layer_count, layer_kinds
@@ -61,10 +62,11 @@ def _begins(path: Path) -> bytes:
 def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
     path = folder / "config.json"
     if not path.is_file():
-        packed = sorted(folder.glob("*.gguf"))
-        if len(packed) == 1:
+        packed = [file for file in sorted(folder.glob("*.gguf")) if not file.name.startswith("mmproj")]  # an image projector is no language model
+        if packed and not set(packed) - set(split_files(packed[0])):
             return read_gguf(packed[0], assume)
-        raise UsageError(f"{folder} holds no config.json", where=str(folder), hint="a folder with a config.json, or a .gguf file")
+        several = f", and {len(packed)} GGUF files: name the one that is meant" if packed else ""
+        raise UsageError(f"{folder} holds no config.json{several}", where=str(folder), hint="a folder with a config.json, or a .gguf file")
     made = _from_config(read_json(path), str(folder), assume)
     quantised = folder / "hf_quant_config.json"
     if not made.kv_dtype_stated and quantised.is_file():
@@ -97,6 +99,11 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
     notes = [f"{key} was stated and decides nothing for this model" for key in fields.unused if key != "model_type"]
     if family in families.EXPANDED:
         notes.append("K and V of every head are kept, as vLLM, transformers and llama.cpp do; a latent would be smaller")
+    notes += [
+        f"vLLM's own code of {name} ended with {families.GONE_FROM_VLLM[str(name)]}: 0.32 hands it to its Transformers backend, where that can serve it"
+        for name in architectures or []
+        if str(name) in families.BY_TRANSFORMERS
+    ]
     return Architecture(
         model_type=model_type,
         name=name,
@@ -273,7 +280,7 @@ def _kv_type(config: Mapping[str, Any]) -> str:
 def _refused(architectures: list[Any], fields: Fields, layers: list[Layer]) -> str:
     for name in architectures:
         last = families.GONE_FROM_VLLM.get(str(name))
-        if last:
+        if last and str(name) not in families.BY_TRANSFORMERS:
             return f"{name} was served by vLLM until {last}, and is not by 0.32"
     kinds = {layer.kind for layer in layers}
     if fields.family in ("qwen2", "qwen3") and {"sliding", "full"} <= kinds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ GIB = 1 << 30
 _MOST_INDEX = 64 << 20
 _MOST_HEADER = 100 << 20
 _MOST_FILES = 2000
+_SPLIT = re.compile(r"(.{1,200})-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.IGNORECASE)
 DEFAULT_UTILIZATION = {"vllm": 0.92, "sglang": 0.88, "paged": 0.9, "llamacpp": 1.0}
 """vLLM 0.32's own default (0.9 until 0.19); SGLang computes its own from the card, mostly 0.83 to 0.9."""
 
@@ -165,10 +167,11 @@ def find_weights(source: Path) -> Weights | None:
     """Return the weights of a model folder or a GGUF file; None where nothing there tells.
 
     Looked at, in this order: the total of a safetensors index, the headers of the ``*.safetensors`` files, their sizes or those of ``*.bin`` and
-    ``*.gguf`` files. Nothing is loaded.
+    ``*.gguf`` files. Copies of the same weights (Mistral's ``consolidated``) and adapters do not count. Nothing is loaded. Raises CannotJudge where parts
+    of a split file are missing, or several GGUF files lie there.
     """
     if source.is_file() and source.suffix.lower() == ".gguf":
-        return Weights(source.stat().st_size, f"size of {source.name}")
+        return _packed(split_files(source))
     folder = source if source.is_dir() else source.parent if source.name == "config.json" else None
     if folder is None:
         return None
@@ -177,12 +180,48 @@ def find_weights(source: Path) -> Weights | None:
         if total:
             return Weights(total, f"total_size of {index.name}")
     for pattern in ("*.safetensors", "*.bin", "*.gguf"):
-        files = sorted(folder.glob(pattern))[:_MOST_FILES]
+        files = _without_copies(sorted(folder.glob(pattern))[:_MOST_FILES])
         if not files:
             continue
+        if pattern == "*.gguf":
+            parts = split_files(files[0])
+            if set(files) - set(parts):
+                raise CannotJudge(
+                    f"{len(files)} GGUF files lie there: which one is served?",
+                    where=str(folder)[:200],
+                    hint="name the file, or state --weights 14GiB",
+                )
+            return _packed(parts)
         sizes = [_tensor_bytes(file) if pattern == "*.safetensors" else file.stat().st_size for file in files]
         return Weights(sum(sizes), f"size of {len(files)} {pattern} file{'s' if len(files) > 1 else ''}")
     return None
+
+
+def split_files(path: Path) -> list[Path]:
+    """Return all parts of a GGUF file (``NAME-00001-of-00003.gguf``), itself where it is whole. Raises CannotJudge where parts are missing."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match.group(3))
+    parts = [path.with_name(f"{match.group(1)}-{number:05d}-of-{match.group(3)}{match.group(4)}") for number in range(1, min(count, _MOST_FILES) + 1)]
+    missing = sum(not part.is_file() for part in parts)
+    if missing or not parts:
+        raise CannotJudge(f"{missing} of its {count} parts are missing", where=str(path)[:200], hint="fetch them all, or state --weights 14GiB")
+    return parts
+
+
+def _packed(parts: list[Path]) -> Weights:
+    return Weights(
+        sum(part.stat().st_size for part in parts),
+        f"size of {parts[0].name}" if len(parts) == 1 else f"size of {len(parts)} parts of {parts[0].name}",
+    )
+
+
+def _without_copies(files: list[Path]) -> list[Path]:
+    """Leave out adapters, what a trainer left, and Mistral's own format where the same weights lie beside it."""
+    kept = [file for file in files if not file.name.startswith(("adapter_", "training_args", "optimizer", "scheduler", "rng_state", "mmproj"))]
+    models = [file for file in kept if file.name.startswith(("model", "pytorch_model"))]
+    return models or kept
 
 
 def _index_total(path: Path) -> int:

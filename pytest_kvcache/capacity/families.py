@@ -89,8 +89,12 @@ GONE_FROM_VLLM = {
     "BaichuanForCausalLM": "0.23.0", "AquilaModel": "0.24.0", "AquilaForCausalLM": "0.24.0", "Grok1ModelForCausalLM": "0.24.0", "Grok1ForCausalLM": "0.24.0",
     "AyaVisionForConditionalGeneration": "0.24.0", "TeleChatForCausalLM": "0.25.0", "PersimmonForCausalLM": "0.25.0", "FuyuForCausalLM": "0.25.0", "Plamo2ForCausalLM": "0.26.0",
     "ArcticForCausalLM": "0.28.0", "ChameleonForConditionalGeneration": "0.28.0", "MPTForCausalLM": "0.28.0", "MptForCausalLM": "0.28.0", "RWForCausalLM": "0.28.0",
-    "StableLMEpochForCausalLM": "0.28.0",
+    "StableLMEpochForCausalLM": "0.28.0", "OuroForCausalLM": "0.26.0", "HCXVisionForCausalLM": "0.28.0", "TarsierForConditionalGeneration": "0.24.0",
+    "Tarsier2ForConditionalGeneration": "0.23.0", "MantisForConditionalGeneration": "0.24.0", "CheersForConditionalGeneration": "0.28.0", "GritLM": "0.28.0",
 }  # fmt: skip
+# Of these, the ones that 0.32 hands to the Transformers backend: their classes in transformers 5.19 dispatch their attention.
+BY_TRANSFORMERS = frozenset({"PersimmonForCausalLM", "Phi4MultimodalForCausalLM", "Dots1ForCausalLM", "FuyuForCausalLM", "ChameleonForConditionalGeneration",
+    "AyaVisionForConditionalGeneration"})  # fmt: skip
 
 
 @cache

@@ -107,5 +107,29 @@ def test_a_pointer_of_git_lfs_is_not_taken_for_weights(tmp_path: Path) -> None:
         find_weights(tmp_path)
 
 
+def test_copies_and_adapters_are_not_counted_twice(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
+        tensors(tmp_path / name, 1000)
+    found = find_weights(tmp_path)
+    assert found is not None
+    assert found.total_bytes == 1000
+
+
+def test_a_split_gguf_is_all_its_parts_and_several_files_are_asked_about(tmp_path: Path) -> None:
+    for number, size in ((1, 10), (2, 20), (3, 30)):
+        (tmp_path / f"m-{number:05d}-of-00003.gguf").write_bytes(b"x" * size)
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"x" * 500)
+    for source in (tmp_path, tmp_path / "m-00001-of-00003.gguf"):
+        found = find_weights(source)
+        assert found is not None
+        assert (found.total_bytes, found.source) == (60, "size of 3 parts of m-00001-of-00003.gguf")
+    (tmp_path / "other.gguf").write_bytes(b"x")
+    with pytest.raises(CannotJudge, match="4 GGUF files lie there"):
+        find_weights(tmp_path)
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(CannotJudge, match="1 of its 3 parts are missing"):
+        find_weights(tmp_path / "m-00001-of-00003.gguf")
+
+
 def test_seven_billion_parameters_in_fp16_take_14_gb() -> None:
     assert weights_of_parameters(7_000_000_000, 16, "fp16").total_bytes == 14 * 10**9

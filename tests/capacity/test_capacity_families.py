@@ -353,3 +353,17 @@ def test_fp8_of_a_sparse_latent_is_a_row_of_its_own(kv_dtype: str, row: int) -> 
 def test_a_packed_cache_type_is_refused_and_not_guessed() -> None:
     with pytest.raises(CannotJudge, match="turboquant_k8v4"):
         growth(read_architecture(_config("llama")), "turboquant_k8v4")
+
+
+def test_a_class_that_vllm_hands_to_its_transformers_backend_is_not_refused() -> None:
+    made = read_architecture({**_config("persimmon"), "architectures": ["PersimmonForCausalLM"]})
+    assert not made.refused_by_vllm
+    assert any("Transformers backend" in note for note in made.notes)
+    assert read_architecture(
+        {
+            **_config(
+                "bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4, mamba_expand=1
+            ),
+            "architectures": ["BambaForCausalLM"],
+        }
+    ).refused_by_vllm

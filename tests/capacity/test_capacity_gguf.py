@@ -160,3 +160,13 @@ def test_no_bytes_make_the_reader_fail_otherwise(tmp_path_factory: pytest.TempPa
         read_architecture(path)
     except KvError:
         return
+
+
+def test_a_folder_of_a_split_file_is_one_model_and_one_of_several_files_is_none(tmp_path: Path) -> None:
+    _gguf(tmp_path / "m-00001-of-00002.gguf", _keys("llama", **_plain()))
+    _gguf(tmp_path / "m-00002-of-00002.gguf", {"split.no": 1})
+    _gguf(tmp_path / "mmproj-f16.gguf", {"general.architecture": "clip"})
+    assert growth(read_architecture(tmp_path)).growth_bytes_per_token == 4 * 2 * 2 * 64 * 2
+    _gguf(tmp_path / "q8.gguf", _keys("llama", **_plain()))
+    with pytest.raises(UsageError, match="3 GGUF files: name the one that is meant"):
+        read_architecture(tmp_path)
