@@ -81,5 +81,6 @@ def show(value: float | str | bool, unit: str) -> str:
         return show_bytes(value)
     if unit == "s":
         return show_seconds(value)
-    number = f"{value:.3g}" if abs(value) >= _HUGE else f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
+    whole = value == round(value) or (unit == "tokens" and abs(value) >= 100)  # a mean length of hundreds has no use for hundredths
+    number = f"{value:.3g}" if abs(value) >= _HUGE else f"{value:,.0f}" if whole else f"{value:,.2f}"
     return f"{number} {unit.removesuffix('s') if number == '1' and unit.isalpha() else unit}".strip()

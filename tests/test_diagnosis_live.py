@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +12,17 @@ from pathlib import Path
 
 import pytest
 from prometheus_server import PrometheusServer
-from scripted_server import ScriptedServer
+from scripted_answers import State
+from scripted_server import ScriptedServer, vllm_metrics
 from test_diagnosis import vllm_text
 
+from pytest_kvcache.analysis.findings import find
+from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.cli import main
-from pytest_kvcache.server.endpoint import complete
+from pytest_kvcache.measure import Planned, Target, Window, measure_load
+from pytest_kvcache.observe.scrape import detect_endpoint
+from pytest_kvcache.server.address import parse_endpoint
+from pytest_kvcache.server.endpoint import check_ready, complete
 from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 
@@ -102,3 +109,26 @@ def test_a_real_server_in_passing_shows_who_waits_for_its_slots(tmp_path: Path, 
     memory = " ".join(found["reconciliations"][0]["lines"])
     assert "KV pool" in memory
     assert "(stated)" in memory
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_an_engine_that_keeps_the_blocks_of_clients_that_hang_up_leaks_and_another_does_not(kept: int, tmp_path: Path) -> None:
+    """Field case D04: a polite client never finds it. Each of the clients hangs up in the middle of its answer."""
+
+    def metrics(server: State) -> str:
+        with server.lock:
+            asked = sum((seen.body or {}).get("max_tokens") == 200 for seen in server.seen)
+            gone = max(asked - len(server.live), 0)
+        usage = re.compile(r"^(vllm:kv_cache_usage_perc\{.*\}) (.*)$", re.M)
+        return usage.sub(lambda row: f"{row[1]} {float(row[2]) + kept * gone / 1024}", vllm_metrics(server))
+
+    with ScriptedServer(model="m", owned_by="vllm", metrics=metrics, ttft_s=0.05, itl_s=0.05) as server:
+        endpoint = check_ready(parse_endpoint(server.url, Settings()), 10.0)
+        target = Target((endpoint,), (detect_endpoint(endpoint),))
+        planned = Planned("normal", users=3, requests=6, output_tokens=200, options={"histogram": "100-110:1"})
+        run = measure_load(
+            target, Settings(request_timeout_s=0.7), tmp_path / "r", Window(planned, 0, 1, "r", 20.0), run_id="r", keep=lambda run: run
+        )
+    found = {finding.id: finding.text for finding in find(analyse(run)).found}
+    assert set(found) == ({"leak"} if kept else set()), found
+    assert not kept or "18 blocks stayed held" in found["leak"]

@@ -347,6 +347,10 @@ def _with_reasons(ledger: CardLedger, facts: Facts) -> CardLedger:
     if left > _ROUNDING and others:
         causes.append((min(left, others), f"other processes {units.show(others, 'bytes')}"))
         left -= min(left, others)
+    idle = ledger.idle_inside.number() if isinstance(ledger.idle_inside, Reading) else 0.0
+    if left > _ROUNDING and idle > _ROUNDING:
+        causes.append((min(left, idle), f"{units.show(min(left, idle), 'bytes')} of the share that nothing holds"))
+        left -= min(left, idle)
     if left > max(_ROUNDING, 0.05 * ledger.squeezed.number()):
         causes.append((left, f"{units.show(left, 'bytes')} that neither log nor card explains"))
     causes.sort(key=lambda cause: -cause[0])

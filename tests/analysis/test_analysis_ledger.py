@@ -66,7 +66,7 @@ def test_the_articles_card_is_squeezed_and_22_gib_lie_idle() -> None:
     assert "squeezed by 40.00 GiB because of" in ledger.text
     assert "activation peak 9.00 GiB" in ledger.text
     assert "other processes 10.00 GiB" in ledger.text
-    assert "14.00 GiB that neither log nor card explains" in ledger.text
+    assert "14.00 GiB of the share that nothing holds" in ledger.text
 
 
 def test_memory_outside_the_share_is_idle_however_full_the_pool() -> None:
