@@ -46,7 +46,7 @@ def _windows(one: Asked, before: Sequence[Analysis], after: Sequence[Analysis], 
     both = [*before, *after]
     chosen = pilot(before, after) if paired else 0
     method = (_TWO_STAGE.format(chosen) if chosen and chosen < len(before) else _PAIRED) if paired else _WELCH
-    values = one.lacking if one.lacking is not None else one.values(before, after)
+    values = one.values(before, after)
     if isinstance(values, Missing):
         return missing(one.name, one.quantity, values, both, side="after", method=method)
     left, right = values
@@ -72,7 +72,7 @@ def _windows(one: Asked, before: Sequence[Analysis], after: Sequence[Analysis], 
         text += f": {better}, and {allowed} {direction} may be" if better else f": {amount_text} {direction} ({_SURE}), and {allowed} may be"
     if found.verdict == INCONCLUSIVE:
         text += f"; {_more(found, len(left), len(right))}"
-        text += _drifts(before, after) if quantity.startswith(("usage", "free")) and found.estimate is not None else ""
+        text += _drifts(before, after) if quantity.startswith("usage") and found.estimate is not None else ""
     # polled after the change, a peak is at least what was seen: only what was missed before it could excuse it
     polled = quantity.startswith(("usage", "free")) and not any(problem.rule in MISSED for analysis in before for problem in analysis.problems)
     usage = f"before: {beside(_fullest(before))}; after: {beside(_fullest(after))}" if quantity.startswith("usage") else ""

@@ -99,7 +99,7 @@ def _spreads(before: Sequence[Analysis], after: Sequence[Analysis], margins: Mar
             left_out.append(f"{lane}: its windows do not pair")
             continue
         for one in asked(left, right, margins):
-            values = one.lacking or one.values(left, right)
+            values = one.values(left, right)
             if isinstance(values, Missing):
                 left_out += [f"{lane} {one.quantity}: {values.reason}"] if not values.cannot_happen else []
                 continue
@@ -132,10 +132,9 @@ def said(choice: RepeatChoice) -> str:
     if choice.wanted is not None and choice.wanted <= choice.most:
         return f"{choice.repeats} repeats: {what}; an equal candidate then passes with a chance of {CHANCE * 100:.0f} % or more"
     needed = f"{choice.wanted} repeats" if choice.wanted is not None else f"more than {stats.MOST_WINDOWS} repeats"
-    return (
-        f"{choice.repeats} repeats, where {needed} would be needed (--kv-most-repeats cuts them): {what}; an equal candidate passes with a chance "
-        f"of at least {choice.chance * 100:.0f} % only"
-    )
+    share = round(choice.chance * 100)
+    rest = f"an equal candidate passes with a chance of at least {share} %" if share else "an equal candidate will hardly pass"
+    return f"{choice.repeats} repeats, where {needed} would be needed (--kv-most-repeats cuts them): {what}; {rest}"
 
 
 def _shown(record: SpreadRecord) -> str:

@@ -62,7 +62,9 @@ class Asked:
         return stats.scaled_margin(self.margin, lower_is_better=self.higher_is_worse, relative=self.relative)
 
     def values(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[list[float], list[float]] | Missing:
-        """Return the value of each window of both sides, or why one is not there."""
+        """Return the value of each window of both sides, or why one, or the margin, is not there."""
+        if self.lacking is not None:
+            return self.lacking
         left, right = numbers(before, self.quantity), numbers(after, self.quantity)
         if isinstance(left, Missing) or isinstance(right, Missing):
             lacking, side = (left, "before") if isinstance(left, Missing) else (right, "after")

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from pytest_kvcache import __version__, units
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report import answers, charts, diagnosed, knee, memory, sections, svg, taken
+from pytest_kvcache.report import pairs as paired
 from pytest_kvcache.report.escape import block, plain
 from pytest_kvcache.report.model import (
     SessionView,
@@ -93,6 +94,7 @@ def report(view: SessionView) -> str:
         "aside": [(", ".join(titles), reason) for reason, titles in list(aside_by_reason(verdict.gates).items())[:MAX_GATES]],
         "deselected": verdict.deselected[:MAX_GATES],
         "numbers": sections.three_numbers(view),
+        "pairs": [_drawn(partial(one.draw, f"p{n}")) | {"name": one.name, "table": one.table()} for n, one in enumerate(paired.pairs(view))],
         "timelines": timelines,
         "undrawn": ", ".join(undrawn),
         "levels": [
@@ -129,9 +131,9 @@ def report(view: SessionView) -> str:
     }
     present |= {"payload": context["payload"].rows, "demand": context["demand"].rows}
     present |= {"memory": context["ledgers"], **{name: context[name].rows for name in ("sweep", "waste", "balance")}}
-    present |= {"search": context["search"], "latency": context["latency"].rows, "quality": context["quality"]}
+    present |= {"search": context["search"], "pairs": context["pairs"], "latency": context["latency"].rows, "quality": context["quality"]}
     names = {
-        "findings": "Findings", "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "search": "Search", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
+        "findings": "Findings", "diff": "Configuration", "compared": "Compared" if view.compared else "Measured", "gates": "Gates", "pairs": "Pairs", "search": "Search", "sweep": "Sweep", "numbers": "Three numbers", "time": "Over time",
         "payload": "What fills the pool", "demand": "Peak and pool", "memory": "Memory", "waste": "Waste", "balance": "Balance",
         "rejections": "Rejections", "latency": "Latency", "quality": "Quality", "validity": "Validity", "again": "Repeat", "environment": "Environment",
     }  # fmt: skip

@@ -24,6 +24,7 @@ from pytest_kvcache.report.model import (
     warns,
     why,
 )
+from pytest_kvcache.report.pairs import pairs
 
 MAX_GATES = 60
 _SIGNS = {"PASS": "✅", "FAIL": "❌", "INCONCLUSIVE": "❔", "INVALID": "⚠️"}
@@ -55,6 +56,15 @@ def summary(view: SessionView) -> str:
         rows = [[code(c.name, 60), code(c.before, 100) or "(none)", code(c.after, 100) or "(none)"] for c in verdict.config_diff[:MAX_GATES]]
         lines += ["### What changed in the configuration", "", _table(["name", "before", "after"], rows, 3), ""]
     lines += _gates(view)
+    for one in pairs(view):
+        table = one.table()
+        lines += [
+            f"### Pair by pair: {markdown(one.name)}",
+            "",
+            _table(table.columns, [[markdown(cell) for cell in row] for row in table.rows], 2),
+            "",
+        ]
+        lines += [f"- {markdown(note)}" for note in table.notes] + ([""] if table.notes else [])
     lines += _findings(view)
     for title, table in (
         ("Usage, free space and running requests together", sections.three_numbers(view)),

@@ -105,6 +105,16 @@ def test_what_does_not_pair_is_named() -> None:
         pilot.choose(windows(LEVEL[:2]), windows(LEVEL[:2]), Margins(), 2, 20)
 
 
+def test_what_has_no_margin_is_named_and_chooses_nothing() -> None:
+    sides = windows(LEVEL), windows(after())
+    for side in sides:
+        for analysis in side:
+            del analysis.values["usable_blocks"]
+    choice = pilot.choose(*sides, margins=Margins(), pilot=5, most=20)
+    assert choice.left_out == ["normal free_blocks.tightest: the size of the pool before is not known"]
+    assert not_worse(*sides, margins=Margins())[1].verdict == "INCONCLUSIVE"
+
+
 def test_the_verdict_on_a_chosen_number_is_steins() -> None:
     levels = [*LEVEL, 0.52, 0.50]
     changed = [*after(), 0.521, 0.5]
