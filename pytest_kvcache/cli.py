@@ -144,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--prometheus-api-key-env", default="", metavar="NAME", help="environment variable that holds its key")
     inspect.add_argument("--at", default="", metavar="TIME", help="a time that is past: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
     inspect.add_argument("--window", default="", metavar="DURATION", help="the time before --at, as in 60s or 2h: peaks and lows of each target")
-    inspect.add_argument("--step", default="15s", metavar="DURATION", help="time between two points of the window [default: 15s]")
+    inspect.add_argument("--step", default="", metavar="DURATION", help=diagnosis.STEP)
     plan = add(
         "plan",
         _plan,

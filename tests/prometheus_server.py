@@ -68,15 +68,19 @@ class PrometheusServer:
                 self._process.kill()
                 self._process.wait(10)
 
-    def wait(self, query: str, within_s: float = 15.0) -> None:
-        """Wait until a query has a result; the test fails, with the server's log, where it has none in time."""
+    def wait(self, query: str, within_s: float = 30.0) -> float:
+        """Wait until a query has a result and return the time (Unix seconds) that it has it for; the test fails, with the server's log, where it has none.
+
+        A scrape that began before that time may still come in: what was so a second earlier stays so.
+        """
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             try:
-                address = f"{self.url}/api/v1/query?query={urllib.parse.quote(query)}"
-                with urllib.request.urlopen(address, timeout=2) as answer:
+                at = time.time()
+                address = f"{self.url}/api/v1/query?query={urllib.parse.quote(query)}&time={at:.3f}"
+                with urllib.request.urlopen(address, timeout=5) as answer:
                     if json.load(answer)["data"]["result"]:
-                        return
+                        return at
             except OSError:
                 pass
             time.sleep(0.1)

@@ -42,10 +42,9 @@ def uncached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
         yield server.endpoint
 
 
-@pytest.fixture(scope="module")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    with served("--block-size 32 --num-gpu-blocks-override 65 --max-num-seqs 8", tmp_path_factory.mktemp("tight")) as server:
-        yield server.endpoint
+@pytest.fixture
+def tight(tight_vllm: Endpoint) -> Endpoint:
+    return tight_vllm
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +136,25 @@ def test_two_seats_for_six_users_are_the_bound_and_not_the_pool(coarse: Endpoint
 
 
 def test_the_same_is_seen_in_passing_without_a_request_log(coarse: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    over = threading.Event()
+
     def ask(seed: int) -> None:
-        for turn in range(4):
+        turn = 0
+        while not over.is_set():
             complete(coarse, [2 + n * (seed + turn + 3) % 190 for n in range(340)], 24, timeout_s=60.0, ignore_eos=True)
+            turn += 1
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
-    assert main(["diagnose", coarse.root, "--window", "2s", "--sample-hz", "10", "--json"]) == 0
-    unnamed = json.loads(capsys.readouterr().out)
-    assert main(["diagnose", coarse.root, "--window", "2s", "--sample-hz", "10", "--log", str(coarse.log), "--json"]) == 0
-    for thread in threads:
-        thread.join(120)
+    try:
+        assert main(["diagnose", coarse.root, "--window", "2s", "--sample-hz", "10", "--json"]) == 0
+        unnamed = json.loads(capsys.readouterr().out)
+        assert main(["diagnose", coarse.root, "--window", "2s", "--sample-hz", "10", "--log", str(coarse.log), "--json"]) == 0
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(120)
     found = json.loads(capsys.readouterr().out)
     assert {finding["id"] for finding in found["findings"]} == {"seat-bound"}
     assert "no request log" in found["reconciliations"][1]["lacking"]

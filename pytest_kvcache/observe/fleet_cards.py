@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_kvcache.engines import Sample, Samples, clean
-from pytest_kvcache.errors import UsageError
 from pytest_kvcache.observe.dcgm import FAMILIES, HOSTS, read_dcgm
+from pytest_kvcache.observe.moments import TooMany, at_steps
 from pytest_kvcache.observe.prometheus import MOST_LOOKS, Prometheus
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import GpuRow
@@ -37,12 +37,18 @@ class Cards:
     note: str = ""
 
 
-def read_cards(server: Prometheus, targets: Sequence[Labels], start_wall_s: float, end_wall_s: float, step_s: float, selector: str = "") -> Cards:
+def read_cards(
+    server: Prometheus, targets: Sequence[Labels], start_wall_s: float, end_wall_s: float, step_s: float | None = None, selector: str = ""
+) -> Cards:
     """Return the cards of these targets (their labels) at each step of a window; ``selector`` names the exporters' targets instead.
 
-    One moment is a window whose start is its end. Raises UsageError for a selector that cannot be meant and for too many points, and what
-    ``Prometheus.series`` raises.
+    One moment is a window whose start is its end; without ``step_s`` the step follows the length of the window. Raises UsageError for a
+    selector that cannot be meant and for too many points, and what ``Prometheus.series`` raises.
     """
+    return at_steps(end_wall_s - start_wall_s, step_s, lambda step: _read(server, targets, start_wall_s, end_wall_s, step, selector))
+
+
+def _read(server: Prometheus, targets: Sequence[Labels], start_wall_s: float, end_wall_s: float, step_s: float, selector: str) -> Cards:
     series = server.series(sorted(FAMILIES), selector, start_wall_s, end_wall_s, step_s)
     if not series:
         return Cards([], [], f"no card matches {{{selector}}}" if selector else "")
@@ -59,7 +65,7 @@ def read_cards(server: Prometheus, targets: Sequence[Labels], start_wall_s: floa
         for at, value in points:
             by_time.setdefault(at, {}).setdefault(name, []).append(Sample(sample, value))
     if len(by_time) * len(chosen) > MOST_LOOKS:
-        raise UsageError("too many cards x points", hint="a longer step, a shorter window or a narrower --cards")
+        raise TooMany("too many cards x points", hint="a longer step, a shorter window or a narrower --cards")
     rows: list[GpuRow] = []
     seen: dict[tuple[str, str, int, str], CardWindow] = {}
     missing = ""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
+from pytest_kvcache import units
 from pytest_kvcache.engines import DIALECTS, Dialect
 from pytest_kvcache.errors import CannotJudge, KvError, UsageError
 from pytest_kvcache.observe.fleet_cards import Cards, read_cards
@@ -83,8 +86,11 @@ def watch_run(
     return _keep(folder, before, after, began, ended, hz, [one.shown for one in endpoints], notes + ([stats.error] if stats.error else []), memory)
 
 
-def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, step_s: float, cards: str = "") -> Run:
+def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, step_s: float | None = None, cards: str = "") -> Run:
     """Return a window that a Prometheus server holds as a Run in ``folder``; ``cards`` are matchers of its DCGM exporters.
+
+    Prometheus repeats a value until the next scrape: of the points that show the same scrape the first is kept, so that a server does not
+    seem to stand still between two. Without ``step_s`` the step follows the length of the window.
 
     Raises CannotJudge where no target told a quantity or the targets are of several engines or models, and what ``Prometheus.window`` raises.
     """
@@ -108,7 +114,9 @@ def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, ste
         )
     after = _at(server, targets, end_s)
     before = _at(server, targets, start_s, instead=after)
-    notes = [f"a peak between two points of {step_s:g} s is not seen"]
+    seen = [[row for place, row in enumerate(target.rows) if place not in target.repeats] for target in targets]
+    apart_s = _apart(seen, end_s - start_s)
+    notes = [f"a peak between two looks is not seen; they lie {units.show_seconds(apart_s)} apart"]
     try:
         found = read_cards(server, [target.labels for target in targets], start_s, end_s, step_s, cards)
     except KvError as error:
@@ -118,8 +126,8 @@ def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, ste
     if found.note:
         notes.append(f"cards: {found.note}")
     rows: list[TelemetryRow] = []
-    for number, target in enumerate(targets):
-        rows += [msgspec.structs.replace(row, endpoint=number) for row in target.rows]
+    for number, own in enumerate(seen):
+        rows += [msgspec.structs.replace(row, endpoint=number) for row in own]
     rows.sort(key=lambda row: row.wall_s)
     full = [window.card for window in found.windows]
     first = next((index for index, row in enumerate(rows) if row.endpoint == 0 and not row.error), None)
@@ -127,7 +135,13 @@ def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, ste
         rows[first] = msgspec.structs.replace(rows[first], gpus=full)
     write_atomic(folder / "telemetry.jsonl", b"".join(map(encode_line, rows)))
     names = [target.name for target in targets]
-    return _keep(folder, before, after, start_s, end_s, 1.0 / step_s, names, notes, [])
+    return _keep(folder, before, after, start_s, end_s, 1.0 / apart_s, names, notes, [])
+
+
+def _apart(seen: Sequence[Sequence[TelemetryRow]], length_s: float) -> float:
+    """Return the median time between two looks at a target, in seconds; the window's length where none was looked at twice."""
+    apart = [after.wall_s - before.wall_s for rows in seen for before, after in pairwise([row for row in rows if not row.error])]
+    return statistics.median(apart) if apart else max(length_s, 1.0)
 
 
 def _at(server: Prometheus, targets: Sequence[Target], wall_s: float, instead: Sequence[SnapshotRecord] = ()) -> list[SnapshotRecord]:

