@@ -33,7 +33,7 @@ _REASON = ("finished_reason", "finish_reason")
 
 def _is_v0(view: View) -> bool:
     """Of several servers in one exposition each shows by its own series which engine it is."""
-    if view.has(_ROUTER):
+    if view.has(_ROUTER) and not view.has(_USED, _FREE, "vllm:cpu_cache_usage_perc"):
         return False
     return view.has(*_V0_SIGNS) if len(view.parts) < 2 else any(view.rows(name, shared=True)[1] for name in _V0_SIGNS)
 
