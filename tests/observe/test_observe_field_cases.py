@@ -151,6 +151,13 @@ def test_c17_recompute_may_look_like_prefix_hits() -> None:
         for name, count in (("prefix_cache_queries", 100_000), ("prefix_cache_hits", 32_200), ("num_preemptions", 400))
     )
     assert "400 preemptions: in older versions" in notes(told(INFO.format(1001) + GAUGE.format(0.823, 259) + counters))
+    line = (
+        "INFO 09-28 10:00:00 [loggers.py:248] Engine 000: Avg prompt throughput: 900.0 tokens/s, Avg generation throughput: 5118.0 tokens/s,"
+        " Running: 259 reqs, Waiting: {} reqs, GPU KV cache usage: {}%, Prefix cache hit rate: {}%\n"
+    )
+    assert "a prefix hit rate of 32.2 %" in notes(told(line.format(535, 82.3, 32.2)))
+    for waiting, usage, rate in ((0, 82.3, 32.2), (535, 20.0, 32.2), (535, 82.3, 0.0)):
+        assert "prefix hit rate" not in notes(told(line.format(waiting, usage, rate))), "room, or nothing that looks like sharing"
 
 
 def line(at: str, running: int, waiting: int, usage: float, rate: float, prompt: float = 0.0) -> str:

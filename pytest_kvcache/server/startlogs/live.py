@@ -28,9 +28,13 @@ _SGLANG_POOLS = re.compile(rf"\b(?:token|mamba) usage: {FLOAT}")
 _PREEMPTED = re.compile(r"total_num_cumulative_preemption=([0-9]{1,12})")
 # V1 counts those of each interval.
 _PUT_BACK = re.compile(r" reqs, (?:[^\n]{0,200}?, )?Preemptions: ([0-9]{1,9})\b")
+_HIT_RATE = re.compile(rf"(?<!External )(?<!MM )[Pp]refix cache hit rate: (?:GPU: )?{FLOAT}%")
 _DP = re.compile(r"\b(DP[0-9]{1,4})\b")
 _LMDEPLOY = re.compile(rf"Engine \(running/waiting\): {INT} / {INT}, KV cache: {FLOAT}%")
 _HINT = re.compile(r"KV cache(?: usage)?: |token usage: ")
+
+_SOME_HITS = 5.0
+_CROWDED = 0.8
 
 Row = dict[str, float]
 
@@ -41,7 +45,7 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
     ``usage`` is 0 to 1. Where several engines differ in usage it is Missing, for a log does not tell their pools' weights.
     """
     rows: dict[str, tuple[Row, str]] = {}
-    put_back = 0
+    put_back, hit_rate = 0, 0.0
     for line in log_lines(text[-(1 << 20) :], 2000):
         if _HINT.search(line) is None:
             continue
@@ -50,6 +54,8 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
             rows[found[0]] = (found[1], line)
             match = _PUT_BACK.search(line)
             put_back += int(match.group(1)) if match else 0
+            match = _HIT_RATE.search(line)
+            hit_rate = float(match.group(1)) if match else hit_rate
     counted = _PREEMPTED.findall(text[-(1 << 20) :])
     values: dict[str, Value] = {}
     if counted:
@@ -70,6 +76,13 @@ def live_values(text: str) -> tuple[dict[str, Value], list[str]]:
     if put_back:
         notes.append(
             f"preemptions of the log's periodic lines: {put_back:,}; a request that is put back is computed again, which its client sees as a pause"
+        )
+    if hit_rate >= _SOME_HITS and (
+        put_back or counted or (any(usage >= _CROWDED for usage in usages.values()) and any(row["waiting"] for row, _ in rows.values()))
+    ):
+        notes.append(
+            f"a prefix hit rate of {hit_rate:g} % while requests wait for a crowded pool may be no sharing: one that is put back reads its own blocks"
+            " again, which many releases count as hits. Hold it against the counter of preemptions before the cache gets the credit"
         )
     if any(usage > 1 for usage in usages.values()):
         values["usage"] = Missing("the log's usage is above 100 %: it is not what it says")
