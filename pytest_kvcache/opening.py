@@ -16,6 +16,7 @@ from pytest_kvcache.errors import UsageError
 from pytest_kvcache.measure import Target
 from pytest_kvcache.observe.gpu import read_gpus
 from pytest_kvcache.observe.scrape import detect_endpoint
+from pytest_kvcache.quality.harness import check_tasks
 from pytest_kvcache.quantities import Missing
 from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
 from pytest_kvcache.server.launch import LaunchedServer, launch, parse_command
@@ -42,6 +43,7 @@ class Servers:
         self._launched: dict[int, LaunchedServer] = {}
         self._cards: dict[tuple[str, ...], Cards] = {}
         self._held = ExitStack()
+        self._tasks_checked: set[str] = set()
 
     def attach(self, urls: Sequence[str], side: str) -> Target:
         """Return the servers at ``urls`` as one Target. Raises what endpoint and detection raise."""
@@ -105,4 +107,7 @@ class Servers:
 
     def _target(self, endpoints: Sequence[Endpoint], side: str) -> Target:
         dialects = [detect_endpoint(endpoint, self.settings.engine, self._dialects) for endpoint in endpoints]
+        if self.settings.quality_tasks and side not in self._tasks_checked:  # what cannot be asked is said before minutes of load
+            check_tasks(endpoints[0], self.settings)
+            self._tasks_checked.add(side)
         return Target(tuple(endpoints), tuple(dialects), side=side, provenance=self._provenance)

@@ -61,6 +61,17 @@ def tasks_of(settings: Settings) -> list[str]:
     return tasks
 
 
+def weighed_tasks(settings: Settings) -> list[str]:
+    """Return those of the named tasks that weigh given answers by their likelihood, as far as the harness tells. Raises UsageError."""
+    kinds = task_kinds(tuple(harness_command()), tuple(tasks_of(settings)), settings.quality_tasks_dir)
+    return sorted(name for name, kind in kinds.items() if kind in KINDS)
+
+
+def check_tasks(endpoint: Endpoint, settings: Settings) -> None:
+    """Raise UsageError where the harness is not installed, or a named task asks for what the server cannot tell: before anything is measured."""
+    tokenizer_for(endpoint, settings, weighed_tasks(settings))
+
+
 def tokenizer_for(endpoint: Endpoint, settings: Settings, weighed: Sequence[str]) -> dict[str, str]:
     """Return how the harness splits text into tokens: not at all where answers are generated, else as ``weighed`` tasks need it.
 
@@ -127,8 +138,7 @@ def ask_tasks(endpoint: Endpoint, settings: Settings, folder: Path) -> list[Qual
     is not installed, or a task asks for what the server cannot tell; EndpointRefused where it fails, CannotJudge, CannotWrite.
     """
     output = folder / _FOLDER
-    kinds = task_kinds(harness_command(), tasks_of(settings), settings.quality_tasks_dir)
-    weighed = sorted(name for name, kind in kinds.items() if kind in KINDS)
+    weighed = weighed_tasks(settings)
     words = command(endpoint, settings, output, weighed)
     environ = {**os.environ, "OPENAI_API_KEY": _key(endpoint), "TOKENIZERS_PARALLELISM": "false"}
     log = folder / "lm-eval.log"

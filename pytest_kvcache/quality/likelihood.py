@@ -6,10 +6,10 @@ nothing of a prompt (llama.cpp) makes every answer equally likely, and the score
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ print(json.dumps(found))
 """
 
 
-def task_kinds(words: Sequence[str], tasks: Sequence[str], include: str) -> dict[str, str]:
+@functools.lru_cache(maxsize=8)
+def task_kinds(words: tuple[str, ...], tasks: tuple[str, ...], include: str) -> dict[str, str]:
     """Return the output type of each task, groups taken apart, "" where that is not known; empty where the harness cannot be asked.
 
     ``words`` is how the harness is started: ``PYTHON -m lm_eval``, or a script that names its Python in its first line.

@@ -14,10 +14,11 @@ from scripted_server import ScriptedServer
 
 from pytest_kvcache.cli import main
 from pytest_kvcache.errors import CannotJudge, EndpointRefused, UsageError
-from pytest_kvcache.quality import harness
+from pytest_kvcache.quality import harness, likelihood
 from pytest_kvcache.records import QualityRow
 from pytest_kvcache.runfolder import read_lines
-from pytest_kvcache.server.endpoint import Endpoint, choose_model, parse_endpoint
+from pytest_kvcache.server.endpoint import Completion, Endpoint, choose_model, parse_endpoint
+from pytest_kvcache.session import Session
 from pytest_kvcache.settings import Settings
 
 DATA = Path(__file__).parents[1] / "data" / "lm_eval"
@@ -164,3 +165,101 @@ def test_a_harness_that_fails_or_is_not_there_is_said(tmp_path: Path, monkeypatc
             harness.ask_tasks(endpoint, settings, tmp_path)
         with pytest.raises(UsageError, match="no name of a task"):
             harness.command(endpoint, Settings(quality_tasks="a;b c"), tmp_path)
+
+
+# Stands in for the package, whose index tells what a task is without its data.
+INDEX = """
+class Entry:
+    def __init__(self, cfg, tags=()):
+        self.cfg, self.tags = cfg, set(tags)
+
+class TaskManager:
+    def __init__(self, include_path=None):
+        self.task_index = {
+            "arc": Entry({"output_type": "multiple_choice"}, ["hard"]), "gsm": Entry({}), "odd": Entry({"class": 1}), "ppl": Entry({"output_type": "loglikelihood_rolling"}),
+            "both": Entry({"task": ["arc", {"task": "gsm"}]}),
+        }
+"""
+
+
+def test_what_a_task_is_comes_from_the_harness_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("")
+    (tmp_path / "lm_eval" / "tasks.py").write_text(INDEX)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kinds = likelihood.task_kinds((sys.executable, "-m", "lm_eval"), ("both", "hard", "odd", "ppl", "gone"), "")
+    assert kinds == {"arc": "multiple_choice", "gsm": "generate_until", "odd": "", "ppl": "loglikelihood_rolling", "gone": ""}
+    script = tmp_path / "lm_eval.sh"
+    script.write_text(f"#!{sys.executable}\n")
+    assert likelihood.task_kinds((str(script),), ("arc",), "") == {"arc": "multiple_choice"}
+    for first in ("#!/bin/sh\n", "#!/usr/bin/env python3\n", "", "#!/nowhere/python\n"):
+        script.write_text(first)
+        assert likelihood.task_kinds((str(script),), (f"arc{len(first)}",), "") == {}, first
+
+
+VLLM = {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -2.0, -0.5, -0.1, -3.0], "tokens": list("abcdef")}}]}
+LLAMA = {"choices": [{"logprobs": {"content": [{"token": "a", "logprob": -0.1}]}}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "status", "says"),
+    [
+        (VLLM, "", 200, ""),
+        (LLAMA, "", 200, "those of 1 tokens"),
+        ({"choices": [{"text": "x"}]}, "", 200, "those of 0 tokens"),
+        ({}, "Only no echo is supported", 400, "Only no echo is supported"),
+    ],
+)
+def test_a_server_that_tells_nothing_of_a_prompt_is_found_out(
+    body: dict[str, Any], error: str, status: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(endpoint: Endpoint, prompt: str, tokens: int, *, timeout_s: float, **more: Any) -> Completion:
+        asked.append(more)
+        return Completion(status, "x", 8, 1, "length", error, 0.1, body)
+
+    monkeypatch.setattr(likelihood, "complete", answer)
+    lacking = likelihood.prompt_logprobs_lacking(Endpoint("http://127.0.0.1:1", model="m"))
+    assert (says in lacking) if says else lacking == ""
+    assert asked == [{"echo": True, "logprobs": 1}]
+    assert "chat API" in likelihood.prompt_logprobs_lacking(Endpoint("http://127.0.0.1:1", model="m", api="chat"))
+
+
+def test_tasks_weighed_by_likelihood_are_refused_before_anything_is_measured_where_the_server_cannot_tell_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch)
+    monkeypatch.setattr(harness, "task_kinds", lambda *_: {"arc": "multiple_choice", "gsm": "generate_until"})
+    settings = Settings(quality_tasks="arc,gsm", quality_tasks_limit=3)
+    with ScriptedServer() as server:
+        with Session(Settings(endpoint=(server.url,), quality_tasks="arc,gsm", engine="vllm", reports=str(tmp_path / "r"))) as session:
+            with pytest.raises(UsageError, match="arc weighs given answers by their likelihood, and this server cannot tell it"):
+                session.target  # noqa: B018
+            assert not list((tmp_path / "r").rglob("run.json"))
+        endpoint = endpoint_of(server, settings)
+        monkeypatch.setattr(harness, "prompt_logprobs_lacking", lambda _: "")
+        with pytest.raises(UsageError, match="needs the model's tokenizer"):
+            harness.ask_tasks(endpoint, settings, tmp_path)
+        words = " ".join(harness.command(endpoint, settings.replace(quality_tokenizer=str(tmp_path)), tmp_path, ["arc"]))
+        assert f"tokenizer_backend=huggingface,tokenizer={tmp_path},tokenized_requests=True" in words
+        server.script.pages["/tokenizer_info"] = {"eos_token": "</s>"}
+        assert "tokenizer_backend=remote" in " ".join(harness.command(endpoint, settings, tmp_path, ["arc"]))
+        assert "max_length=4096" in words, "or the harness cuts prompts at its own default"
+        assert "tokenizer_backend=None" in " ".join(harness.command(endpoint, settings, tmp_path))
+
+
+def test_a_score_by_likelihoods_that_the_server_did_not_tell_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "logs"
+    write(data, sample(0, resps=[[["0.0", "False"]], [["0.0", "True"]]]))
+    installed(tmp_path, monkeypatch)
+    program = tmp_path / "bin" / "lm_eval"
+    program.write_text(PROGRAM.format(python=sys.executable, told=str(tmp_path / "told"), data=str(data), fails=False))
+    settings = Settings(quality_tasks="of_a_class")  # the harness does not tell what it is
+    with ScriptedServer() as server:
+        endpoint = endpoint_of(server, settings)
+        with pytest.raises(CannotJudge, match="weighed by their likelihood, which this server cannot tell"):
+            harness.ask_tasks(endpoint, settings, tmp_path)
+        monkeypatch.setattr(harness, "prompt_logprobs_lacking", lambda _: "")
+        (tmp_path / "again").mkdir()
+        assert len(harness.ask_tasks(endpoint, settings, tmp_path / "again")) == 1
