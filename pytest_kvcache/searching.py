@@ -203,6 +203,8 @@ def search(
     course = _Course(session, profile, until, parse(until), question, axis, design)
     if earlier is not None:
         course.take_up(earlier)
+        times = len(course.resumed_wall_s)
+        session.notes.append(f"the search was broken off and taken up again {times} time{'s' if times > 1 else ''}")
         say(f"going on after {len(course.probes)} finished windows")
     course.keep(UNFINISHED)
     try:

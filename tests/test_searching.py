@@ -162,6 +162,7 @@ def test_a_search_that_was_killed_goes_on_from_its_finished_probes(tmp_path: Pat
     again = read_search(folder)
     assert again is not None
     assert len(again.resumed_wall_s) == 1
+    assert "broken off and taken up again 1 time" in (folder / "verdict.json").read_text()
     # one that came to its end says the same again, and measures nothing
     session = MadeSession(resolve({}, {}, {}), folder=folder)
     with session:

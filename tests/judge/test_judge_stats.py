@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -220,3 +222,46 @@ def test_paired_quality_never_passes_and_fails_by_its_own_figures(lost: int, gai
         assert found.p_worse >= 0.05
     if found.verdict == FAIL:
         assert lost > gained
+
+
+@pytest.mark.parametrize(("spread", "worse", "at_least"), [(1.0, 0.0, 0.75), (2.0, 0.0, 0.55), (1.0, 0.5, 0.5), (2.0, 2.0, 0.5)])
+def test_as_many_windows_as_an_inconclusive_gate_asks_for_mostly_decide_it(spread: float, worse: float, at_least: float) -> None:
+    # one unit is a margin; what is simulated: five pairs that cannot tell, and then as many as were asked for
+    random_ = random.Random(11)
+    asked: list[int] = []
+    decided: list[bool] = []
+    enough: list[float] = []
+    while len(asked) < 120:
+        pairs = [random_.gauss(worse, spread) for _ in range(stats.MOST_WINDOWS)]
+
+        def judge(n: int, pairs: Sequence[float] = pairs) -> stats.Worsening:
+            return stats.not_worse([0.0] * n, pairs[:n], 1.0, lower_is_better=True, relative=False, paired=True)
+
+        found = judge(5)
+        if found.verdict != INCONCLUSIVE or found.needed is None:
+            continue
+        asked.append(found.needed)
+        decided.append(judge(found.needed).verdict != INCONCLUSIVE)
+        enough.append(next((n for n in range(6, stats.MOST_WINDOWS) if judge(n).verdict != INCONCLUSIVE), stats.MOST_WINDOWS) / found.needed)
+    assert sum(decided) / len(decided) >= at_least
+    assert statistics.median(enough) <= 1.05, "in the median no more are needed than it says"
+
+
+def test_as_many_items_or_requests_as_are_asked_for_mostly_decide_it() -> None:
+    random_ = random.Random(5)
+    decided = []
+    for _ in range(100):
+        lost = [random_.random() < 0.002 for _ in range(2000)]
+        found = stats.paired_quality(sum(lost[:60]), 0, 60, 0.02)
+        if found.verdict == INCONCLUSIVE and found.needed is not None and found.needed <= len(lost):
+            decided.append(stats.paired_quality(sum(lost[: found.needed]), 0, found.needed, 0.02).verdict != INCONCLUSIVE)
+    assert len(decided) > 80
+    assert sum(decided) / len(decided) > 0.7
+    none = stats.counts_not_worse([(0, 10.0)], [(0, 10.0)], 0.5)
+    assert none.needed is not None
+    assert stats.counts_not_worse([(0, 10.0)], [(0, math.ceil(none.needed))], 0.5).verdict == PASS
+    few = stats.counts_not_worse([(6, 60.0)], [(6, 60.0)], 0.5)
+    assert few.verdict == INCONCLUSIVE
+    assert few.needed is not None
+    times = few.needed / 60
+    assert stats.counts_not_worse([(round(6 * times), 60 * times)], [(round(6 * times), 60 * times)], 0.5).verdict == PASS
