@@ -297,8 +297,9 @@ class Session:
             if not used_up(self.folder):
                 raise
         if used_up(self.folder):
+            kept = len(self._runs) + len(self._before or ())
             raise CannotWrite(
-                f"no space is left where the session is written: nothing more is measured; of what was measured {len(self._runs)} Runs are kept",
+                f"no space is left where the session is written: nothing more is measured, and {kept} Run{'s are' if kept != 1 else ' is'} kept",
                 where=str(self.folder),
                 hint="free space and measure again, or name another folder with --kv-reports",
             )

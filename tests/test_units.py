@@ -45,3 +45,11 @@ def test_values_show_their_unit() -> None:
     assert units.show(1234, "blocks") == "1,234 blocks"
     assert units.show("fp8", "") == "fp8"
     assert units.show(float("nan"), "s") == "nan"
+
+
+@pytest.mark.parametrize("unit", ["ratio", "bytes", "s", "blocks", "", "tokens/s"])
+@pytest.mark.parametrize("value", [1e300, -1e300, 1e22, 1.7e308, 1e15])
+def test_a_number_beyond_all_measure_is_short(value: float, unit: str) -> None:
+    shown = units.show(value, unit)
+    assert len(shown) < 24, shown
+    assert "inf" not in shown

@@ -14,7 +14,9 @@ import pytest
 from made_run import BLOCK, T0, USABLE, MadeRun, closed_loop, refused, request, sample, snapshot
 
 from pytest_kvcache.analysis.accounting import PARTS, Accounting
-from pytest_kvcache.analysis.holding import Footprint, Group, footprint, footprint_of, groups_of, plain
+from pytest_kvcache.analysis.holding import Footprint, Group, footprint, footprint_of, groups_of, plain, reserves_of
+from pytest_kvcache.analysis.live import OFF, Moments, hold
+from pytest_kvcache.analysis.rows import read_rows
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.layout import EngineShape
@@ -164,6 +166,35 @@ def test_a_server_that_is_still_busy_has_no_leak_and_is_not_called_clean(tmp_pat
     assert isinstance(value, Missing), "field case D02: 99 % for hours with 34 running is no leak"
 
 
+@pytest.mark.parametrize(
+    ("said", "engine", "reserved"),
+    [
+        ("auto", "vllm", ""),
+        ("auto", "tgi", "output"),
+        ("longest", "tgi", "longest"),
+        ("nothing", "tgi", ""),
+        ("output", "vllm", "output"),
+        ("longest-output", "vllm", "longest-output"),
+        ("all of it", "vllm", ""),
+    ],
+)
+def test_what_the_user_says_of_reservations_wins_over_the_dialect(said: str, engine: str, reserved: str, tmp_path: Path) -> None:
+    record = MadeRun(record={"engine": engine, "settings": {"reserves": {"value": said, "source": "ini"}}}).write(tmp_path).record
+    assert reserves_of(record) == reserved
+    assert reserves_of(msgspec.structs.replace(record, settings={})) == ("output" if engine == "tgi" else "")
+
+
+@pytest.mark.parametrize(("reserves", "each", "ahead"), [("longest", 1920 + 63, 0), ("longest-output", 1920 + 128, 65)])
+def test_a_padded_batch_holds_the_longest_for_each(reserves: str, each: int, ahead: int) -> None:
+    """Three requests in the middle of their answers: all their tokens are padded, or their prompts where the output is reserved as it was planned."""
+    rows, _ = read_rows([request(i, 0.0, prompt=1920 if i == 0 else 128, output=128, ttft_s=0.1, length_s=3.0) for i in range(3)])
+    at = np.array([T0 + 1.55])
+    everyone = np.ones(3, dtype=bool)
+    held = hold(rows, everyone, ~everyone, Footprint(1, (Group(1),), reserves), Moments(at, at, np.array([0.0])), OFF)
+    assert held.likely[0] == pytest.approx(3 * each, abs=6)
+    assert held.reserved[0] == pytest.approx(2 * (1920 - 128) + 3 * ahead, abs=6)
+
+
 def test_an_engine_that_reserves_the_output_shows_what_it_reserved(tmp_path: Path) -> None:
     rows = [request(i, 0.0, prompt=100, output=200, ttft_s=0.1, length_s=4.0) for i in range(3)]
     told = {"used_tokens": 900.0, "free_tokens": 1100.0, "usage": 0.45}
@@ -188,9 +219,6 @@ def test_an_engine_that_reserves_the_output_shows_what_it_reserved(tmp_path: Pat
 
 def test_a_padded_batch_shows_its_padding(tmp_path: Path) -> None:
     """The article: 16 sequences, one of 2,048 and the rest of 256, all reserved at 2,048: 18 % are real."""
-    from pytest_kvcache.analysis.live import OFF, Moments, hold
-    from pytest_kvcache.analysis.rows import read_rows
-
     rows, _ = read_rows([request(i, 0.0, prompt=2048 if i == 0 else 256, output=1, ttft_s=0.1, length_s=2.0) for i in range(16)])
     at = np.array([T0 + 1.0])
     held = hold(rows, np.ones(16, dtype=bool), np.zeros(16, dtype=bool), Footprint(1, (Group(1),), "longest"), Moments(at, at, np.array([0.0])), OFF)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.judge.pools import notes
+import pytest
+from finding_cases import made
+
+from pytest_kvcache.judge.compare import compare
+from pytest_kvcache.judge.pools import notes, unneeded
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, ValueRecord
 
@@ -58,6 +63,26 @@ def test_blocks_of_another_size_are_no_relabelling_and_equal_pools_say_nothing()
     assert notes(stated(), stated(pool_tokens=5)) == []
     assert notes(stated(pool_tokens=4096, pool_bytes=4 << 20), stated("2", pool_tokens=8192, pool_bytes=8 << 20)) == [], "twice the memory"
     assert notes(stated(pool_tokens=4096), stated(pool_tokens=8192)) == [], "a pool that was set to twice its size"
+
+
+@pytest.mark.parametrize(("peak", "useless"), [(0.095, True), (0.24, False)])
+def test_e08_a_larger_pool_is_worth_nothing_to_a_load_that_never_used_a_tenth(peak: float, useless: bool, tmp_path: Path) -> None:
+    """Field case E08: fp8 KV met its memory goal at a usage of 2.4 to 9.5 %, and switched prefix caching off."""
+    sides = []
+    for name, usable, dtype, top in (("before", 1000, "auto", peak), ("after", 2000, "fp8", peak / 2)):
+        held = {"usage": top, "used_blocks": round(top * usable), "free_blocks": usable - round(top * usable), "running": 2.0}
+        told = stated(kv_dtype=dtype, pool_blocks=usable + 1, pool_tokens=(usable + 1) * 16).config
+        sides.append(made(tmp_path / name, None, held, usable=usable, config=told))
+    found = unneeded(sides[:1], sides[1:])
+    assert bool(found) is useless
+    assert unneeded(sides[1:], sides[:1]) == [], "a smaller pool saves nothing"
+    assert unneeded([], sides) == []
+    if useless:
+        (note,) = found
+        assert "the pool grew 2.00 times" in note
+        assert "never used more than 9.5 % of the smaller one (pool 1,000 blocks" in note, "a percentage never stands alone"
+        assert "prefix hits" in note
+        assert note in compare(sides[:1], sides[1:]).notes
 
 
 def test_two_max_lengths_tell_the_fixed_part_and_the_rate_of_a_request() -> None:

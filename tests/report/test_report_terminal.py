@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from made_sessions import ratio
 
+from pytest_kvcache.judge.wording import SAME
 from pytest_kvcache.records import GateRecord
+from pytest_kvcache.report import markdown
 from pytest_kvcache.report.model import SessionView
 from pytest_kvcache.report.terminal import summary, three_numbers
 
@@ -72,6 +74,19 @@ def test_hundreds_of_gates_that_passed_are_counted_and_not_printed(single: Sessi
     text = summary(replace(single, verdict=msgspec.structs.replace(single.verdict, gates=gates)), color=False)
     assert "and 460 more gates that passed" in text
     assert text.index("last") < text.index("gate_0".replace("_", " "))
+
+
+def test_notes_of_the_verdict_stand_in_the_terminal_and_the_summary_once(single: SessionView) -> None:
+    long = "the spread between restarts is not covered: all windows of a side were measured on one start of the server"
+    notes = [long, f"{SAME} (r1)", "\x1b[31mred", *(f"note {number}" for number in range(20))]
+    view = replace(single, verdict=msgspec.structs.replace(single.verdict, notes=notes))
+    text, page = summary(view, color=False, width=60), markdown.summary(view)
+    assert f"note: {long}" in re.sub(r"\s+", " ", text)
+    assert f"- Note: {long}" in page
+    assert re.sub(r"\s+", " ", text).count(SAME) == page.count(SAME) == 1, "it stands beside the verdict's word already"
+    assert "\x1b" not in text
+    assert "and 10 more notes in verdict.json" in text
+    assert max(map(len, text.splitlines())) <= 60 or "report: " in text
 
 
 def test_nothing_judged_is_said(single: SessionView) -> None:
