@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks-override", type=int, metavar="N", help="an artificial pool")
     add("--no-prefix-caching", action="store_true", help="prefix caching is off")
     add("--no-hybrid", action="store_true", help="vLLM's hybrid KV cache manager is off")
+    add("--mtp", action="store_true", help="the checkpoint's own draft layers are served too (multi-token prediction)")
     add("--encoder-tokens", type=int, default=0, metavar="N", help="image or encoder tokens of one request (cross attention)")
     add("--slots", type=int, metavar="N", help="llama.cpp's slots (-np)")
     add("--unified", action="store_true", help="llama.cpp's slots share one cache (-kvu)")
@@ -94,6 +95,8 @@ def _more(arguments: argparse.Namespace) -> dict[str, object]:
         more["slots"] = arguments.slots
     if arguments.unified:
         more["unified"] = True
+    if arguments.mtp:
+        more["mtp"] = True
     return more
 
 

@@ -272,3 +272,15 @@ def test_a_cache_type_that_an_engine_lacks_is_refused_and_sizes_are_shown_in_gib
     code, out, _ = run(capsys, config, "--engine", "sglang", "--kv-memory", "4GiB")
     assert "SGLang starts and refuses requests beyond 32768 tokens" in out
     assert "such a request fits" not in out
+
+
+def test_draft_layers_that_are_served_are_part_of_every_figure(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--kv-memory", "10GiB", "--max-model-len", "8192")
+    deepseek = str(CONFIGS / "deepseek-v3.json")
+    bare, drafted = body(capsys, deepseek, *sizes), body(capsys, deepseek, *sizes, "--mtp")
+    assert (bare["growth_bytes_per_token"], drafted["growth_bytes_per_token"]) == (70_272, 71_424)
+    assert (bare["bytes_per_block"], drafted["bytes_per_block"]) == (16 * 70_272, 16 * 71_424)
+    assert drafted["bytes_per_sequence"] == 8192 * 71_424
+    assert "no draft layers are counted" in run(capsys, config, "--mtp")[1]
+    staged = body(capsys, deepseek, *sizes, "--mtp", "--pp", "3")
+    assert staged["bytes_per_block"] == 16 * 21 * 1152  # 20, 21 and 20 layers, and the draft on the last stage

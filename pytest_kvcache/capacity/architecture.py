@@ -11,7 +11,7 @@ from pytest_kvcache.capacity import families
 from pytest_kvcache.capacity.card import split_files
 from pytest_kvcache.capacity.fields import Fields, read_json
 from pytest_kvcache.capacity.gguf_models import read_gguf
-from pytest_kvcache.capacity.kinds import layer_count, layer_kinds
+from pytest_kvcache.capacity.kinds import WORDS, layer_count, layer_kinds
 from pytest_kvcache.capacity.layers import Architecture, Kind, Layer
 from pytest_kvcache.capacity.states import state_of
 from pytest_kvcache.capacity.widths import Widths, attention_layer, expanded_layer, latent_layer, widths_of
@@ -220,10 +220,22 @@ def _encoder_decoder(fields: Fields) -> tuple[list[Layer], int]:
 
 
 def _draft_layers(fields: Fields, layers: list[Layer]) -> tuple[Layer, ...]:
-    """The checkpoint's own draft layers (multi-token prediction), like its last attention layer: served only where asked for."""
-    number = fields.whole("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0) or 0
-    last = next((layer for layer in reversed(layers) if layer.kind in ("full", "mla", "sliding")), None)
-    return (last,) * min(number, 64) if last else ()
+    """The checkpoint's own draft layers (multi-token prediction), served only where asked for.
+
+    They are like the layers that a list names beyond the model's own (Step), like its window layers (MiMo-V2), with an indexer where the model has one, or
+    else like its last attention layer.
+    """
+    number = min(fields.whole("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0) or 0, 64)
+    attention = [layer for layer in reversed(layers) if layer.kind in ("full", "mla", "sliding")]
+    if not number or not attention:
+        return ()
+    beyond = (fields.listed("layer_types") or [])[len(layers) : len(layers) + number]
+    if fields.family == "mimo_v2_flash":
+        beyond = ["sliding_attention"] * number
+    last = next((layer for layer in attention if layer.index_size), attention[0])
+    if len(beyond) < number:
+        return (last,) * number
+    return tuple(next((layer for layer in attention if layer.kind == WORDS.get(str(word))), last) for word in beyond)
 
 
 def _context(fields: Fields, raw: Mapping[str, Any]) -> int | None:

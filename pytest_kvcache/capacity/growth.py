@@ -136,26 +136,41 @@ def check_parallel(architecture: Architecture, tp: int, pp: int = 1) -> None:
         raise UsageError(f"{len(architecture.layers)} layers cannot make {pp} pipeline stages", where=architecture.name, hint="a smaller --pp")
 
 
-def stages(count: int, pp: int) -> list[range]:
-    """Return the layers of each pipeline stage. A remainder goes one each to the stages before the last, from the back (vLLM 0.32)."""
+def stages(count: int, pp: int, drafts: int = 0) -> list[range]:
+    """Return the layers of each pipeline stage. A remainder goes one each to the stages before the last, from the back (vLLM 0.32).
+
+    ``drafts`` further layers (multi-token prediction) follow on the last stage.
+    """
     sizes = [count // pp] * pp
     for back in range(2, count % pp + 2):
         sizes[-back] += 1
     starts = [sum(sizes[:i]) for i in range(pp)]
+    sizes[-1] += drafts
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def growth(
-    architecture: Architecture, kv_dtype: str = "auto", *, dtype: str = "auto", state_dtype: str = "auto", tp: int = 1, pp: int = 1, dcp: int = 1
+    architecture: Architecture,
+    kv_dtype: str = "auto",
+    *,
+    dtype: str = "auto",
+    state_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    dcp: int = 1,
+    mtp: bool = False,
 ) -> Growth:
     """Return what one sequence costs on one GPU; with a pipeline, on the stage where a long sequence costs most.
 
-    ``dcp`` ranks share the tokens of full and latent layers (decode context parallelism), so that each holds a dcp-th of them.
+    ``dcp`` ranks share the tokens of full and latent layers (decode context parallelism), so that each holds a dcp-th of them. ``mtp`` counts the
+    checkpoint's own draft layers too.
     Raises UsageError where the types or the parallelism do not fit the model.
     """
     check_parallel(architecture, tp, pp)
     cache, model, _ = resolve_dtypes(architecture, kv_dtype, dtype)
-    parts = [_growth([architecture.layers[i] for i in stage], cache, model, state_dtype, tp, dcp) for stage in stages(len(architecture.layers), pp)]
+    drafts = architecture.mtp_layers if mtp else ()
+    layers = architecture.layers + drafts
+    parts = [_growth([layers[i] for i in stage], cache, model, state_dtype, tp, dcp) for stage in stages(len(architecture.layers), pp, len(drafts))]
     return max(parts, key=lambda part: (part.growth_bytes_per_token, part.sliding_bytes_per_token, part.fixed_bytes))
 
 

@@ -358,6 +358,8 @@ def _notes(given: Answer) -> tuple[str, ...]:
         for name, (engine, unset) in _OWN.items()
         if engine != shape.engine and getattr(shape, name) != unset
     ]
+    if shape.mtp and not model.mtp_layers:
+        parts.append("no draft layers are counted: the configuration has none")
     if shape.tp > 1 and any(layer.kind == "mla" for layer in model.layers):
         parts.append(f"a latent cache is whole on each of {shape.tp} GPUs: --tp does not lower its bytes per GPU (--dcp does)")
     if shape.pp > 1:

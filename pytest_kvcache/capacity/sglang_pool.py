@@ -37,8 +37,9 @@ def lay_out_sglang(architecture: Architecture, shape: EngineShape) -> Layout:
         notes.append(f"window layers have a pool of their own with {shape.swa_ratio:g} of the tokens (--swa-full-tokens-ratio)")
     elif any(layer.kind in ("sliding", "chunked") for layer in layers):
         notes.append("every token is kept in the window layers too: SGLang's window pool is for models that mix both kinds")
-    costs = [_cost([layers[i] for i in stage], cache_type, shape, windowed) for stage in stages(len(layers), shape.pp)]
-    states = max(sum(state_bytes(layers[i], model_type, _state_type(shape), shape.tp) for i in stage) for stage in stages(len(layers), shape.pp))
+    parts = stages(len(architecture.layers), shape.pp, len(layers) - len(architecture.layers))
+    costs = [_cost([layers[i] for i in part], cache_type, shape, windowed) for part in parts]
+    states = max(sum(state_bytes(layers[i], model_type, _state_type(shape), shape.tp) for i in part) for part in parts)
     if states:
         notes.append("recurrent states have slots of their own; the rest of the memory is the token pool")
     groups = [Group("full", sum(layer.kind in ("full", "mla") for layer in layers), page, 0)]

@@ -97,7 +97,16 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Return the answer to a question. Raises UsageError for settings that the model cannot have."""
     shape = question.shape
-    cost = growth(question.architecture, shape.kv_dtype, dtype=shape.dtype, state_dtype=shape.state_dtype, tp=shape.tp, pp=shape.pp, dcp=shape.dcp)
+    cost = growth(
+        question.architecture,
+        shape.kv_dtype,
+        dtype=shape.dtype,
+        state_dtype=shape.state_dtype,
+        tp=shape.tp,
+        pp=shape.pp,
+        dcp=shape.dcp,
+        mtp=shape.mtp,
+    )
     layout = lay_out(question.architecture, shape)
     assumptions: list[str] = []
     kv_bytes, book, memory = question.kv_bytes, None, ""

@@ -72,7 +72,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
     if shape.max_num_batched_tokens is None and any(cache.kind in ("sliding", "chunked") for cache in caches):
         assumptions.append(f"max_num_batched_tokens is taken as {batched}, {_whose_default(shape)}: window layers are charged for it")
     try:
-        groups = _groups(caches, len(layers), shape)
+        groups = _groups(caches, stages(len(architecture.layers), shape.pp, len(layers) - len(architecture.layers)), shape)
     except NotImplementedError as error:
         groups, refusal = (), refusal or str(error)
     stage_bytes = [max((group.stage_bytes[stage] for group in groups), default=0) for stage in range(shape.pp)]
@@ -221,10 +221,9 @@ def _all_full(caches: list[_Cache]) -> list[_Cache]:
     return [replace(cache, kind="full", window=None) if cache.kind in ("sliding", "chunked") else cache for cache in caches]
 
 
-def _groups(caches: list[_Cache], count: int, shape: EngineShape) -> tuple[Group, ...]:
+def _groups(caches: list[_Cache], parts: Sequence[range], shape: EngineShape) -> tuple[Group, ...]:
     if not caches:
         return ()
-    parts = stages(count, shape.pp)
     if len({(cache.family, cache.window, cache.block_size) for cache in caches}) == 1 and (
         caches[0].kind != "state" or len({c.page_bytes for c in caches}) == 1
     ):
@@ -236,7 +235,7 @@ def _groups(caches: list[_Cache], count: int, shape: EngineShape) -> tuple[Group
     except NotImplementedError:
         if not any(cache.kind == "sliding" for cache in caches) or any(cache.kind in ("chunked", "state", "cross") for cache in caches):
             raise
-        return _groups(_all_full(caches), count, shape)
+        return _groups(_all_full(caches), parts, shape)
     buckets: dict[tuple[object, ...], list[_Cache]] = {}
     for cache in equal:
         buckets.setdefault((cache.kind, cache.window, cache.block_size, cache.shape), []).append(cache)

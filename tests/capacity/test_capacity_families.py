@@ -367,3 +367,33 @@ def test_a_class_that_vllm_hands_to_its_transformers_backend_is_not_refused() ->
             "architectures": ["BambaForCausalLM"],
         }
     ).refused_by_vllm
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (
+            _config(
+                "step3p5",
+                sliding_window=8,
+                layer_types=["full_attention", "sliding_attention"] * 2 + ["sliding_attention", "full_attention"],
+                num_nextn_predict_layers=2,
+            ),
+            "sf",
+        ),
+        (_config("mimo_v2_flash", sliding_window=8, hybrid_layer_pattern=[0, 1, 1, 0], num_nextn_predict_layers=1), "s"),
+        (_config("qwen3_next", mtp_num_hidden_layers=1, num_key_value_heads=2), "f"),
+        (_config("llama"), ""),
+    ],
+)
+def test_draft_layers_are_of_the_kind_that_the_file_gives_them(config: dict[str, Any], kinds: str) -> None:
+    assert "".join(layer.kind[0] for layer in read_architecture(config).mtp_layers) == kinds
+
+
+def test_the_draft_of_a_sparse_latent_has_an_indexer_where_its_last_layer_has_none() -> None:
+    config = _config(
+        "glm_moe_dsa", kv_lora_rank=64, qk_rope_head_dim=16, index_head_dim=128, index_topk=64, indexer_types=["full", "full", "shared", "shared"], num_nextn_predict_layers=1,
+    )  # fmt: skip
+    made = read_architecture(config)
+    assert [layer.index_size for layer in made.layers] == [128, 128, 0, 0]
+    assert [layer.index_size for layer in made.mtp_layers] == [128]
