@@ -25,6 +25,9 @@ _COMPARED_REQUESTS = 2000
 _BROKEN_NOTES = (FAILED_NOTE, "task exception")
 _FIXED = ("pool_blocks", "usable_blocks", "pool_tokens", "max_model_len", "block_size", "kv_dtype", "max_num_seqs")
 
+_PREFIX_CACHE = {"prefix_caching", "enable_prefix_caching", "no_enable_prefix_caching", "disable_radix_cache"}
+"""The names by which a change of the prefix cache is declared."""
+
 
 def gather(
     record: RunRecord, rows: Rows, frame: Frame, series: Sequence[Series], window: Window, seen: Levels, load: Payload, ttft_p50: Value
@@ -117,8 +120,16 @@ def _lengths(rows: Rows) -> dict[tuple[str, int], tuple[int, int]]:
     }
 
 
+def _declared(record: RunRecord) -> set[str]:
+    names = str(record.settings.get("expect_change", {}).get("value", "")).split(",")
+    return {name.strip().strip("-").lower().replace("-", "_") for name in names}
+
+
 def _sharing_meant(record: RunRecord, frame: Frame) -> bool:
-    """Return whether the profile repeats prompts on purpose: an option whose name says shared or prefix, and that is not off."""
+    """Return whether prompts repeat on purpose: an option of the profile whose name says shared or prefix and that is not off, or a change of the
+    prefix cache that was declared, between servers that we started with an empty one."""
+    if record.launch_id and _PREFIX_CACHE & _declared(record):
+        return True
     options = {**record.options}
     for start in frame.starts:
         options.update(start.options)

@@ -121,6 +121,18 @@ def test_a_long_gap_is_seen_where_the_rest_is_covered(tmp_path: Path) -> None:
     assert "3.60 s" in found[0].text
 
 
+DECLARED = {"expect_change": {"value": "max_num_seqs, --enable-prefix-caching", "source": "command line"}}
+
+
+def test_a_declared_change_of_the_prefix_cache_means_that_prompts_share_where_the_cache_was_empty(tmp_path: Path) -> None:
+    made = MadeRun(rows=closed_loop(cached_tokens=64), record={"settings": DECLARED, "launch_id": "a"})
+    assert analyse(made.write(tmp_path / "1-normal")).problems == []
+    made.record["launch_id"] = ""
+    assert [problem.rule for problem in analyse(made.write(tmp_path / "2-normal")).problems] == ["warm_cache"], "a server that was there before"
+    made.record = {"settings": {"expect_change": {"value": "kv_dtype"}}, "launch_id": "a"}
+    assert [problem.rule for problem in analyse(made.write(tmp_path / "3-normal")).problems] == ["warm_cache"]
+
+
 @pytest.mark.parametrize(
     "made",
     [
