@@ -66,4 +66,4 @@ def test_how_to_go_on_with_an_experiment_is_said_at_the_end(pytester: pytest.Pyt
     pytester.makepyfile(test_gates=GATES + textwrap.dedent(more))
     with ScriptedServer(metrics="vllm") as server:
         result = pytester.runpytest_subprocess(f"--kv-endpoint={server.url}", "-k", "noted")
-    result.stdout.fnmatch_lines(["the experiment was broken off: --kv-resume='ré ports/s'"])
+    result.stdout.fnmatch_lines(["  note: the experiment was broken off: --kv-resume='ré ports/s'"])
