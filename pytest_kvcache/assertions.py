@@ -167,17 +167,21 @@ def assert_fits(
     return settle(gates.fits(analyses(evidence), concurrency=concurrency, length=length, cost=cost))
 
 
-def assert_balanced(evidence: Evidence, *, max_spread: float = 0.2, max_idle_while_waiting: float = 0.2, max_over_mean: float = 1.5) -> GateRecord:
-    """Pass where replicas and ranks are used evenly.
+def assert_balanced(
+    evidence: Evidence, *, max_spread: float = 0.2, max_idle_while_waiting: float = 0.2, max_over_mean: float = 1.5, max_card_over_mean: float = 1.1
+) -> GateRecord:
+    """Pass where replicas, ranks and the cards of a server are used evenly.
 
     Their mean usages differ by no more than ``max_spread`` (a ratio of the pool), requests waited on one while another idled for no more than
-    ``max_idle_while_waiting`` (a ratio of the load's time), and the busiest had no more than ``max_over_mean`` times the mean of live requests.
+    ``max_idle_while_waiting`` (a ratio of the load's time), the busiest had no more than ``max_over_mean`` times the mean of live requests, and the
+    fullest card no more than ``max_card_over_mean`` times the mean memory in use (or less than 1 GiB more than the emptiest).
     """
     __tracebackhide__ = True
     spread, idle = _share(max_spread, "max_spread"), _share(max_idle_while_waiting, "max_idle_while_waiting")
-    if not max_over_mean >= 1:
-        raise UsageError(f"max_over_mean={max_over_mean!r}: the highest is never below the mean", hint="1.5 lets the busiest have half more")
-    return settle(gates.balanced(analyses(evidence), max_spread=spread, max_idle_while_waiting=idle, max_over_mean=max_over_mean))
+    for name, factor in (("max_over_mean", max_over_mean), ("max_card_over_mean", max_card_over_mean)):
+        if not factor >= 1:
+            raise UsageError(f"{name}={factor!r}: the highest is never below the mean", hint="1.5 lets the busiest have half more")
+    return settle(gates.balanced(analyses(evidence), spread, idle, max_over_mean, max_card_over_mean))
 
 
 def assert_quality(evidence: Evidence, after: Evidence | None = None, *, min: float = 0.98, margin: float = 0.01) -> GateRecord:

@@ -9,9 +9,9 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
 from pytest_kvcache.judge import stats
-from pytest_kvcache.judge.gates import readings, total
+from pytest_kvcache.judge.gates import total
 from pytest_kvcache.judge.windows import COUNT_MARGIN, TIME_FLOOR_S, Asked, Margins, asked, numbers, pair, pilot
-from pytest_kvcache.judge.wording import MISSED, beside, gate, missing, show
+from pytest_kvcache.judge.wording import MISSED, beside, gate, missing, readings, show
 from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.records import GateRecord, ValueRecord
 

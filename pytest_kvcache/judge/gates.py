@@ -14,10 +14,11 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, INVALID, NOT_APPLICABLE, PASS, Group, Limit, Lookup, evaluate
 from pytest_kvcache.engines import DIALECTS
+from pytest_kvcache.judge.evenness import balanced
 from pytest_kvcache.judge.probes import near_max_served, over_limit_refused
 from pytest_kvcache.judge.room import fits, fits_now
 from pytest_kvcache.judge.stats import CONFIDENCE, proportion_lower, proportion_upper
-from pytest_kvcache.judge.wording import MISSED, beside, failure_text, gate, missing, show
+from pytest_kvcache.judge.wording import MISSED, beside, failure_text, gate, missing, readings, show
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord
 
@@ -45,21 +46,6 @@ def session_verdict(gates: Sequence[GateRecord], deselected: Sequence[str] = ())
         notes.append(f"{len(deselected)} gate{'s were' if len(deselected) != 1 else ' was'} deselected, so not everything was judged")
         verdict = worst([verdict, INCONCLUSIVE])
     return verdict, notes
-
-
-def readings(analyses: Sequence[Analysis], name: str) -> list[tuple[Analysis, Reading]] | Missing:
-    """Return the value of every window; Missing where one lacks it (cannot happen only where it can in none)."""
-    found: list[tuple[Analysis, Reading]] = []
-    lacking: list[Missing] = []
-    for analysis in analyses:
-        value = analysis.values.get(name, Missing(f"{name} was not measured"))
-        if isinstance(value, Reading):
-            found.append((analysis, value))
-        else:
-            lacking.append(value)
-    if not lacking:
-        return found
-    return next((value for value in lacking if not value.cannot_happen), lacking[0] if not found else Missing(lacking[0].reason))
 
 
 def total(analyses: Sequence[Analysis], name: str) -> Value:
@@ -297,44 +283,6 @@ def quality(analyses: Sequence[Analysis], min: float) -> GateRecord:
 
 def _first_error(analyses: Sequence[Analysis]) -> str:
     return next((row.error[:200] for analysis in analyses for row in analysis.run.quality() if row.error), "")
-
-
-def balanced(analyses: Sequence[Analysis], max_spread: float = 0.2, max_idle_while_waiting: float = 0.2, max_over_mean: float = 1.5) -> GateRecord:
-    """Judge how evenly servers and ranks are used. Not applicable to one server with one rank.
-
-    Their mean usages may lie ``max_spread`` of the pool apart; requests may wait on one while another has none for ``max_idle_while_waiting`` of the
-    load's time; and where there is a live request for each on average, the busiest may have ``max_over_mean`` times the mean of them.
-    """
-    name, quantity = "balanced", "usage.spread"
-    limit = f"at most {units.show(max_spread, 'ratio')} of the pool apart"
-    found = readings(analyses, quantity)
-    uneven = [(a, text) for a in analyses if (text := _uneven(a, max_idle_while_waiting, max_over_mean))]
-    if isinstance(found, Missing) and not uneven:
-        return missing(name, quantity, found, analyses, bound=max_spread, bound_text=limit)
-    if isinstance(found, Missing):
-        decisive, spread, text, verdict = uneven[0][0], None, f"how far usages lie apart is not known: {found.reason}", PASS
-    else:
-        decisive, spread = sorted(found, key=lambda pair: pair[1].number())[-1]
-        verdict = PASS if spread.number() <= max_spread else FAIL
-        usages = decisive.balance.of("usage")
-        over = f", highest over mean {usages.over_mean.number():.2f}" if usages is not None and isinstance(usages.over_mean, Reading) else ""
-        text = f"{spread.source}: {show(spread)} apart{over}, {limit} ({beside(decisive)})"
-    if uneven:
-        decisive = uneven[0][0] if verdict == PASS else decisive
-        verdict, text = FAIL, f"{uneven[0][1]}; {text}"
-    return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=spread, bound=max_spread, bound_text=limit, beside=beside(decisive))
-
-
-def _uneven(analysis: Analysis, max_idle_while_waiting: float, max_over_mean: float) -> str:
-    """Return how unevenly the requests of one window lie, "" where they do not: usage may be low everywhere all the same."""
-    found = []
-    idling, live = analysis.balance.idling, analysis.balance.of("live")
-    if not isinstance(idling, Missing) and idling.share > max_idle_while_waiting:
-        found.append(f"{idling.text}, at most {units.show(max_idle_while_waiting, 'ratio')}")
-    enough = live is not None and sum(live.members.values()) >= len(live.members)
-    if live is not None and enough and isinstance(live.over_mean, Reading) and live.over_mean.number() > max_over_mean:
-        found.append(f"{live.text}, at most {max_over_mean:.2f}")
-    return "; ".join(found)
 
 
 def threshold(analyses: Sequence[Analysis], condition: Limit | Group, before: Sequence[Analysis] = ()) -> GateRecord:

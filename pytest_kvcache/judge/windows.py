@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.judge import stats
-from pytest_kvcache.judge.gates import readings
+from pytest_kvcache.judge.wording import readings
 from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.settings import Settings
 

@@ -72,6 +72,21 @@ def gate(
     return GateRecord(name, quantity, verdict, text, applicable=verdict != NOT_APPLICABLE, **fields)
 
 
+def readings(analyses: Sequence[Analysis], name: str) -> list[tuple[Analysis, Reading]] | Missing:
+    """Return the value of every window; Missing where one lacks it (cannot happen only where it can in none)."""
+    found: list[tuple[Analysis, Reading]] = []
+    lacking: list[Missing] = []
+    for analysis in analyses:
+        value = analysis.values.get(name, Missing(f"{name} was not measured"))
+        if isinstance(value, Reading):
+            found.append((analysis, value))
+        else:
+            lacking.append(value)
+    if not lacking:
+        return found
+    return next((value for value in lacking if not value.cannot_happen), lacking[0] if not found else Missing(lacking[0].reason))
+
+
 def missing(name: str, quantity: str, value: Missing, analyses: Sequence[Analysis], **fields: Any) -> GateRecord:
     """Return the gate on a value that is not there: not applicable where it cannot happen, else INCONCLUSIVE, never PASS."""
     if value.cannot_happen:

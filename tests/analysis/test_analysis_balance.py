@@ -11,6 +11,7 @@ import pytest
 from made_run import T0, MadeRun, closed_loop, sample, snapshot
 
 from pytest_kvcache.analysis.balance import GPUS, RANKS, REPLICAS, Idling, balance
+from pytest_kvcache.analysis.findings import find
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.assertions import assert_balanced
 from pytest_kvcache.conditions import FAIL, PASS
@@ -161,6 +162,16 @@ def test_one_card_at_72_and_the_other_at_41_gib_is_seen(tmp_path: Path) -> None:
     assert memory_used is not None
     assert memory_used.text == "card memory in use: 72.00 GiB on GPU 0 A100 and 41.00 GiB on GPU 1 A100, highest over mean 1.27"
     assert number(analysis.values["balance.gpu_memory_spread"]) == 31 * gib
+    assert number(analysis.values["balance.gpu_over_mean"]) == pytest.approx(72 / 56.5)
+    said = "72.00 GiB on GPU 0 A100 and 41.00 GiB on GPU 1 A100, highest over mean 1.27, at most 1.10"
+    with pytest.raises(GateFailed, match=said):
+        assert_balanced(analysis)
+    (finding,) = (one for one in find(analysis).found if one.id == "gpu-imbalance")
+    assert "31.00 GiB apart: card memory in use 72.00 GiB of GPU 0 A100 and 41.00 GiB of GPU 1 A100; highest over mean 1.27" in finding.text
+    assert "usages" not in gates.balanced([analysis]).text, "one server has no usages to compare"
+    even = assert_balanced(analysis, max_card_over_mean=1.3)
+    assert (even.verdict, even.quantity) == (PASS, "balance.gpu_over_mean")
+    assert "highest over mean 1.27, at most 1.30" in even.text
 
 
 def test_the_last_pipeline_stage_is_seen_to_be_the_fullest(tmp_path: Path) -> None:
@@ -174,6 +185,7 @@ def test_the_last_pipeline_stage_is_seen_to_be_the_fullest(tmp_path: Path) -> No
     assert spread is not None
     assert (spread.highest, spread.lowest) == ("node2 GPU 0 H800", "node0 GPU 0 H800")
     assert number(spread.over_mean) == pytest.approx(79 / 74)
+    assert spread.text.endswith("79.00 GiB on node2 GPU 0 H800 and 70.00 GiB on node0 GPU 0 H800, highest over mean 1.07")
 
 
 def test_one_server_has_nothing_to_balance(tmp_path: Path) -> None:

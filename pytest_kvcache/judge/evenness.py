@@ -1,0 +1,68 @@
+"""The gate on balance: replicas, engine ranks and the cards of a server, with the pair that differs most and the highest over the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pytest_kvcache import units
+from pytest_kvcache.analysis.balance import GPUS
+from pytest_kvcache.analysis.timeline import Analysis
+from pytest_kvcache.conditions import FAIL, PASS
+from pytest_kvcache.judge.wording import beside, gate, missing, readings, show
+from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.records import GateRecord
+
+LEAST_APART = 1 << 30
+"""Cards that lie less than 1 GiB apart are alike: contexts and communication buffers differ by as much."""
+
+
+def balanced(
+    analyses: Sequence[Analysis],
+    max_spread: float = 0.2,
+    max_idle_while_waiting: float = 0.2,
+    max_over_mean: float = 1.5,
+    max_card_over_mean: float = 1.1,
+) -> GateRecord:
+    """Judge how evenly servers, ranks and cards are used. Not applicable to one server with one rank of which fewer than two cards were seen.
+
+    Mean usages may lie ``max_spread`` of the pool apart; requests may wait on one member while another has none for ``max_idle_while_waiting`` of the
+    load's time; where there is a live request for each on average, the busiest may have ``max_over_mean`` times the mean of them; and the fullest
+    card may have ``max_card_over_mean`` times the mean memory in use of the cards, or less than 1 GiB more than the emptiest.
+    """
+    name, quantity = "balanced", "usage.spread"
+    limit = f"at most {units.show(max_spread, 'ratio')} of the pool apart"
+    found = readings(analyses, quantity)
+    uneven = [(a, text) for a in analyses if (text := _uneven(a, max_idle_while_waiting, max_over_mean, max_card_over_mean))]
+    if isinstance(found, Missing) and not uneven:
+        cards = next((one.text for a in analyses if (one := a.balance.of("gpu.used_bytes", GPUS)) is not None), "")
+        if found.cannot_happen and cards:
+            return gate(name, "balance.gpu_over_mean", PASS, f"{cards}, at most {max_card_over_mean:.2f}", analyses, bound=max_card_over_mean)
+        return missing(name, quantity, found, analyses, bound=max_spread, bound_text=limit)
+    if isinstance(found, Missing):
+        decisive, spread, text, verdict = uneven[0][0], None, f"how far usages lie apart is not known: {found.reason}", PASS
+    else:
+        decisive, spread = sorted(found, key=lambda pair: pair[1].number())[-1]
+        verdict = PASS if spread.number() <= max_spread else FAIL
+        usages = decisive.balance.of("usage")
+        over = f", highest over mean {usages.over_mean.number():.2f}" if usages is not None and isinstance(usages.over_mean, Reading) else ""
+        text = f"{spread.source}: {show(spread)} apart{over}, {limit} ({beside(decisive)})"
+    if uneven:
+        decisive = uneven[0][0] if verdict == PASS else decisive
+        never = isinstance(found, Missing) and found.cannot_happen
+        verdict, text = FAIL, uneven[0][1] if never else f"{uneven[0][1]}; {text}"
+    return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=spread, bound=max_spread, bound_text=limit, beside=beside(decisive))
+
+
+def _uneven(analysis: Analysis, max_idle_while_waiting: float, max_over_mean: float, max_card_over_mean: float) -> str:
+    """Return how unevenly the requests of one window lie and the memory of its cards, "" where they do not: usage may be low everywhere all the same."""
+    found = []
+    idling, live, cards = analysis.balance.idling, analysis.balance.of("live"), analysis.balance.of("gpu.used_bytes", GPUS)
+    if not isinstance(idling, Missing) and idling.share > max_idle_while_waiting:
+        found.append(f"{idling.text}, at most {units.show(max_idle_while_waiting, 'ratio')}")
+    enough = live is not None and sum(live.members.values()) >= len(live.members)
+    if live is not None and enough and isinstance(live.over_mean, Reading) and live.over_mean.number() > max_over_mean:
+        found.append(f"{live.text}, at most {max_over_mean:.2f}")
+    apart = cards is not None and cards.gap.number() >= LEAST_APART
+    if cards is not None and apart and isinstance(cards.over_mean, Reading) and cards.over_mean.number() > max_card_over_mean:
+        found.append(f"{cards.text}, at most {max_card_over_mean:.2f}")
+    return "; ".join(found)
