@@ -36,6 +36,7 @@ _ALIVE = ("sglang:num_queue_reqs",)
 _POOL, _AVAILABLE, _EVICTABLE = "sglang:max_total_num_tokens", "sglang:kv_available_tokens", "sglang:kv_evictable_tokens"
 _SWA_POOL = "sglang:max_total_num_tokens_swa"
 _KINDS = ("sglang:full_token_usage", "sglang:swa_token_usage", "sglang:mamba_usage")
+_STATE = ("sglang:mamba_used_tokens", "sglang:mamba_available_tokens", "sglang:mamba_evictable_tokens")
 _GIB = float(1 << 30)
 _MOST_RANKS = 256
 _INFO_PATHS = ("/server_info", "/get_server_info")
@@ -148,6 +149,16 @@ def _prefix_caching(view: View) -> Value:
     return Missing("/server_info states no disable_radix_cache" if told else "/server_info was not read")
 
 
+def _state_slots(part: View) -> str:
+    """Return how much of the pool for state layers is used; "" where there is none. Versions before 2026 do not tell its size."""
+    usage = part.apply(Series((_KINDS[2],)), "usage")
+    slots = [part.apply(Series((name,)), "used_tokens") for name in _STATE]
+    told = [slot.number() for slot in slots if isinstance(slot, Reading)]
+    if len(told) == len(_STATE) and sum(told):
+        return f"{told[0]:.0f} of {sum(told):.0f} slots are used"
+    return f"{usage.number():.1%} used, its size is not told" if isinstance(usage, Reading) and usage.number() > 0 else ""
+
+
 def _remarks(view: View) -> list[str]:
     notes: list[str] = []
     windows: list[str] = []
@@ -160,8 +171,9 @@ def _remarks(view: View) -> list[str]:
             f"a second pool for sliding-window layers, tokens used by engine: {', '.join(windows[:8])}; usage is that of the fullest pool,"
             " tokens are those of the full-attention pool; until April 2026 (PR 22597) a prompt longer than the second pool was refused"
         )
-    if any(isinstance(state := part.apply(Series((_KINDS[2],)), "usage"), Reading) and state.number() > 0 for part in view.parts):
-        notes.append("a pool for state layers (sglang:mamba_usage): its size is not told; usage is that of the fullest pool")
+    states = [text for part in view.parts if (text := _state_slots(part))]
+    if states:
+        notes.append(f"a pool for state layers (sglang:mamba_usage): {', '.join(states[:8])}; usage is that of the fullest pool")
     cap = next((n for path in _INFO_PATHS if isinstance(n := _part(view.json(path), "max_req_input_len"), int)), None)
     if cap is not None:
         notes.append(f"one prompt may have {cap} tokens at most (max_req_input_len), which the pool may set below the model's length")
@@ -205,7 +217,7 @@ DIALECT = Dialect(
         JsonPath("/v1/models"),
     ),
     version=first_of(*(JsonField(path, ("version",), "text") for path in (*_INFO_PATHS, "/v1/loads"))),
-    extra_series=(_SWA_POOL, "sglang:swa_used_tokens", *_KINDS),
+    extra_series=(_SWA_POOL, "sglang:swa_used_tokens", *_KINDS, *_STATE),
     rows=_rows,
     remarks=_remarks,
     since={

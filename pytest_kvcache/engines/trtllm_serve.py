@@ -22,11 +22,13 @@ from pytest_kvcache.engines._dialect import (
     first_of,
 )  # fmt: skip
 from pytest_kvcache.engines._reading import View
+from pytest_kvcache.engines._state import clean
 from pytest_kvcache.quantities import Missing, Value
 
 _HINT = "needs enable_iter_perf_stats, and a TensorRT-LLM newer than 1.1"
 _ONCE = "needs return_perf_metrics"
 _JSON = "/metrics"
+_CONFIG = "trtllm_kv_cache_config_info"
 _KEYS = {"used_blocks": "usedNumBlocks", "free_blocks": "freeNumBlocks"}
 
 
@@ -94,6 +96,17 @@ def _finished(*reasons: str) -> Series:
     return Series((_SUCCESS,), where={("finished_reason",): reasons} if reasons else {}, over=("finished_reason",), hint=_ONCE)
 
 
+def _kv_dtype(view: View) -> Value:
+    """``cache_dtype``; where it is ``auto`` (the model's own dtype) the log's, if it states one."""
+    source, text = view.label(_CONFIG, "cache_dtype")
+    stated = view.apply(LogFact(), "kv_dtype")
+    if not isinstance(text, Missing) and text.lower() != "auto":
+        return view.reading("kv_dtype", clean(text, 60), source)
+    if not isinstance(stated, Missing) or isinstance(text, Missing):
+        return stated if not isinstance(stated, Missing) else Missing(f"{text.reason if isinstance(text, Missing) else ''}; {stated.reason}")
+    return view.reading("kv_dtype", text, f"{source} (the model's own dtype, not resolved)")
+
+
 def _remarks(view: View) -> list[str]:
     notes = ["TensorRT-LLM lowers max_seq_len without a word where the pool is small: the start-up log's last max_seq_len holds"]
     if view.has(_REUSED):
@@ -131,7 +144,7 @@ DIALECT = Dialect(
         "usable_blocks": first_of(_both("trtllm_kv_cache_max_blocks", "kvCacheStats", "maxNumBlocks"), LogFact("pool_blocks")),
         "block_size": first_of(
             _both("trtllm_kv_cache_tokens_per_block", "kvCacheStats", "tokensPerBlock"),
-            InfoLabel("trtllm_kv_cache_config_info", "page_size"),
+            InfoLabel(_CONFIG, "page_size"),
             LogFact(),
         ),
         "pool_tokens": first_of(Derived("pool_blocks x block_size", View.pool_in_tokens), LogFact()),
@@ -139,9 +152,11 @@ DIALECT = Dialect(
         "max_concurrency": absent("TensorRT-LLM gives no such figure"),
         "max_model_len": first_of(LogFact(), absent("no endpoint of trtllm-serve states max_seq_len: its start-up log does")),
         "max_num_seqs": first_of(_both("trtllm_max_num_active_requests", "maxNumActiveRequests"), LogFact()),
-        "kv_dtype": first_of(LogFact(), absent("trtllm-serve does not state the type of its cache")),
-        "prefix_caching": first_of(InfoLabel("trtllm_kv_cache_config_info", "enable_block_reuse", "flag"), LogFact()),
-        "gpu_memory_utilization": first_of(LogFact(), absent("trtllm-serve does not tell free_gpu_memory_fraction")),
+        "kv_dtype": Derived(f"{_CONFIG}{{cache_dtype}}; where it is auto: start-up log", _kv_dtype, (_CONFIG,)),
+        "prefix_caching": first_of(InfoLabel(_CONFIG, "enable_block_reuse", "flag"), LogFact()),
+        "gpu_memory_utilization": first_of(
+            LogFact(), absent(f"free_gpu_memory_fraction ({_CONFIG}) is a share of the memory that was free, and not of the card")
+        ),
         "num_gpu_blocks_override": absent("trtllm-serve does not tell max_tokens of its kv_cache_config"),
         "used_blocks": first_of(_both("trtllm_kv_cache_used_blocks", "kvCacheStats", "usedNumBlocks"), Derived("pool_blocks - free_blocks", _used)),
         "free_blocks": first_of(_both("trtllm_kv_cache_free_blocks", "kvCacheStats", "freeNumBlocks"), Derived("pool_blocks - used_blocks", _free)),

@@ -255,6 +255,17 @@ def test_v0_block_gauges_alone_give_the_three_numbers() -> None:
     assert [number(values, name) for name in ("usage", "used_blocks", "free_blocks", "pool_blocks", "running")] == [0.92, 736, 64, 800, 24]
 
 
+def test_a_pool_for_state_layers_tells_its_slots_where_the_version_does() -> None:
+    old = 'sglang:num_running_reqs{model_name="m"} 3\nsglang:token_usage{model_name="m"} 0.5\nsglang:mamba_usage{model_name="m"} 0.5\n'
+    assert any("50.0% used, its size is not told" in note for note in values_of(old).notes)
+    new = old + "".join(
+        f'sglang:mamba_{name}_tokens{{model_name="m"}} {slots}\n' for name, slots in (("used", 12), ("available", 10), ("evictable", 2))
+    )
+    assert any("12 of 24 slots are used" in note for note in values_of(new).notes)
+    without = old.replace("mamba_usage", "swa_token_usage") + 'sglang:mamba_used_tokens{model_name="m"} 0\n'
+    assert not any("state layers" in note for note in values_of(without).notes)
+
+
 def test_of_several_models_the_one_that_was_asked_for_is_read() -> None:
     one = recorded("vllm/relabelled-underscore.prom")
     other = one.replace("meta-llama/Llama-3.1-8B-Instruct", "second").replace("vllm-0", "vllm-1").replace("10.0.3.17", "10.0.3.18")

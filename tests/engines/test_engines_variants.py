@@ -241,6 +241,14 @@ VARIANTS: list[tuple[str, str, str | None, dict[str, Any], dict[str, Any]]] = [
         {"usage": 0.4, "running": 6, "waiting": 2, "prefix_queries": 9000, "prefix_hits": 3000, "pool_tokens": None},
     ),
     (
+        "trtllm-serve that states its configuration",
+        "trtllm_serve",
+        'trtllm_kv_cache_config_info{cache_dtype="fp8",enable_block_reuse="True",free_gpu_memory_fraction="0.9",model_name="m",page_size="64"} 1.0\n'
+        + _lines('model_name="m"', trtllm_kv_cache_max_blocks=500, trtllm_kv_cache_used_blocks=100),
+        {},
+        {"kv_dtype": "fp8", "prefix_caching": True, "pool_tokens": 32000, "gpu_memory_utilization": None},
+    ),
+    (
         "trtllm-serve with blocks of 64",
         "trtllm_serve",
         _lines(
