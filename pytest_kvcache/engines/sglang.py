@@ -154,8 +154,9 @@ def _state_slots(part: View) -> str:
     usage = part.apply(Series((_KINDS[2],)), "usage")
     slots = [part.apply(Series((name,)), "used_tokens") for name in _STATE]
     told = [slot.number() for slot in slots if isinstance(slot, Reading)]
-    if len(told) == len(_STATE) and sum(told):
-        return f"{told[0]:.0f} of {sum(told):.0f} slots are used"
+    size = sum(told)
+    if len(told) == len(_STATE) and size > 0:
+        return f"{told[0]:.0f} of {size:.0f} slots are used"
     return f"{usage.number():.1%} used, its size is not told" if isinstance(usage, Reading) and usage.number() > 0 else ""
 
 
