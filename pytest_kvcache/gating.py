@@ -34,7 +34,7 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="a Run's folder, a session folder, the name of a saved baseline, or a result file of AIPerf, GuideLLM, vllm bench or SGLang's bench_serving; several are judged together",
+        help="a Run's folder, a session folder, the name of a saved baseline, or a result file (or output folder) of AIPerf, GuideLLM, vllm bench or SGLang's benchmarks; several are judged together",
     )
     parser.add_argument(
         "--require", action="append", default=[], metavar="CONDITION", help='one more threshold, as in "usage.peak < 0.9"; repeatable'
@@ -46,6 +46,7 @@ def judge_stored(arguments: argparse.Namespace, session: Session) -> None:
     from tempfile import TemporaryDirectory
 
     from pytest_kvcache.importing import import_results
+    from pytest_kvcache.imports import result_file
     from pytest_kvcache.judge.baseline import load_baseline
     from pytest_kvcache.judge.compare import compare, invalid
     from pytest_kvcache.judge.thresholds import judge_thresholds
@@ -56,8 +57,9 @@ def judge_stored(arguments: argparse.Namespace, session: Session) -> None:
     with TemporaryDirectory(prefix="pytest-kvcache-") as scratch:
 
         def stored(name: str, side: str) -> list[Run]:
-            # a file is what another load tool wrote
-            return import_results(Path(name), Path(scratch, side)) if Path(name).is_file() else load_baseline(name, reports)
+            # a file, or a folder with one, is what another load tool wrote
+            file = result_file(Path(name))
+            return import_results(file, Path(scratch, side)) if file is not None else load_baseline(name, reports)
 
         after = [run for name in arguments.runs for run in stored(name, "after")]
         before = stored(settings.baseline, "before") if settings.baseline else []

@@ -19,6 +19,9 @@ from pytest_kvcache.imports.result import Result, merged
 
 MOST_RESULTS = 1000
 _MOST_BESIDE = 20
+IN_FOLDER = ("profile_export_aiperf.json", "benchmarks.json", "benchmarks.yaml", "benchmarks.csv", "summary.csv", "summary.json")
+"""The result file by which a tool's own output folder is known: AIPerf's, GuideLLM's, and that of a sweep of vLLM or of one combination of it."""
+
 TOOLS: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], list[Result]]], ...] = (
     ("AIPerf", aiperf.claims, aiperf.read),
     ("AIPerf's server metrics", aiperf_server.claims, aiperf_server.read),
@@ -44,6 +47,15 @@ def read_results(path: Path) -> list[Result]:
     if not found:
         raise CannotJudge("cannot judge: the file holds no result", where=str(path), hint="did the load tool come to its end?")
     return [_with_server(result, path) for result in found]
+
+
+def result_file(path: Path) -> Path | None:
+    """Return the result file of another tool that ``path`` is, or that lies in its folder; None where it is neither."""
+    if path.is_file():
+        return path
+    if (path / "runs").is_dir() or (path / "run.json").is_file():  # ours
+        return None
+    return next((path / name for name in IN_FOLDER if (path / name).is_file()), None)
 
 
 def _read_one(one: Any, path: Path) -> list[Result]:

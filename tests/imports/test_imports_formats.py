@@ -80,6 +80,20 @@ def test_a_gate_on_the_cache_passes_and_fails_by_what_aiperf_read(
     assert "3 preemptions prove" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_output_folder_of_a_tool_stands_for_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["gate", str(AIPERF), "--require", "preemptions == 0"]) == 1
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    shutil.copy(DATA / "vllm_sweep_summary.csv", sweep / "summary.csv")
+    assert main(["gate", str(sweep), "--baseline", str(sweep), "--require", "throughput >= baseline * 0.5"]) == 3, "one window a side tells no spread"
+    assert "their spread is not known" in " ".join(capsys.readouterr().out.split())
+    (sweep / "runs").mkdir()
+    assert main(["gate", str(sweep), "--require", "throughput > 1"]) == 3, "a session of ours is one, whatever else lies in it"
+
+
 def test_two_servers_are_not_added_up_where_their_moments_are_not_told(tmp_path: Path) -> None:
     raw = json.loads((AIPERF / "server_metrics_export.json").read_text())
     for metric in raw["metrics"].values():
