@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pytest_kvcache.imports import read_results
 from pytest_kvcache.imports.result import Result
+from pytest_kvcache.judge.compare import SHA
 from pytest_kvcache.machine import machine_facts
 from pytest_kvcache.measure import run_folder
 from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, ValueRecord
@@ -25,7 +26,7 @@ def import_results(path: Path, session: Path) -> list[Run]:
     results = read_results(path)
     names = _names(results)
     with path.open("rb") as file:
-        origin = {"result file": path.name, "its SHA-256": hashlib.file_digest(file, "sha256").hexdigest()}
+        origin = {"result file": path.name, SHA: hashlib.file_digest(file, "sha256").hexdigest()}
     return [_run(origin, session, result, name, window) for result, (name, window) in zip(results, names, strict=True)]
 
 

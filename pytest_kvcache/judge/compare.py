@@ -25,6 +25,8 @@ from pytest_kvcache.records import ConfigChange, GateRecord, RunRecord
 from pytest_kvcache.runfolder import Run
 from pytest_kvcache.settings import Settings
 
+SHA = "its SHA-256"
+"""Where a Run that was read from a result file of another tool says which file that was."""
 RESTARTS_NOT_COVERED = "the spread between restarts is not covered: all windows of a side were measured on one start of the server"
 
 
@@ -97,7 +99,11 @@ def _same(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:
 
     def known(analyses: Sequence[Analysis]) -> dict[tuple[object, ...], str]:
         records = [analysis.run.record for analysis in analyses]
-        return {(r.id, r.workload, r.window, r.load_started_wall_s, r.load_ended_wall_s): r.id for r in records if r.load_started_wall_s}
+        return {
+            (r.id, r.workload, r.window, r.load_started_wall_s, r.load_ended_wall_s, r.provenance.get(SHA, "")): r.id
+            for r in records
+            if r.load_started_wall_s or SHA in r.provenance
+        }
 
     left, right = known(before), known(after)
     both = [name for key, name in left.items() if key in right]

@@ -89,7 +89,9 @@ def test_the_output_folder_of_a_tool_stands_for_its_result(
     sweep.mkdir()
     shutil.copy(DATA / "vllm_sweep_summary.csv", sweep / "summary.csv")
     assert main(["gate", str(sweep), "--baseline", str(sweep), "--require", "throughput >= baseline * 0.5"]) == 3, "one window a side tells no spread"
-    assert "their spread is not known" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "their spread is not known" in said
+    assert "the same measurement stands on both sides" in said
     (sweep / "runs").mkdir()
     assert main(["gate", str(sweep), "--require", "throughput > 1"]) == 3, "a session of ours is one, whatever else lies in it"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import pytest
 from made_run import quality_run, snapshot
 from scripted_server import ScriptedServer
 
+from pytest_kvcache import measure
+from pytest_kvcache import session as session_module
 from pytest_kvcache.adopting import pressed_as
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.planned import Target
 from pytest_kvcache.quality import pressure
 from pytest_kvcache.quality.needle import recall_items
 from pytest_kvcache.records import PressureRecord, QualityRow
 from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.endpoint import choose_model, parse_endpoint
+from pytest_kvcache.session import Session
 from pytest_kvcache.settings import Settings, resolve
 
 
@@ -147,3 +152,20 @@ def test_a_comparison_of_two_launches_presses_unless_told_otherwise(
     found = pressed_as([made], resolve(options, {}, {}))
     assert found.quality_pressure == names
     assert ("quality_pressure" in found.sources) == ("quality_pressure" in options), "what was chosen for the user is not the user's choice"
+
+
+def test_a_session_asks_a_side_of_its_experiment_under_all_pressures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def measured(target: object, settings: Settings, *_: object, **__: object) -> object:
+        pressing: list[pressure.Pressing] = []
+        monkeypatch.setattr(measure, "ask_under_pressure", lambda made, items, names: pressing.append(made) or [])
+        measure._under_pressure(Target((), ()), settings, tmp_path, [])
+        asked.append((settings.quality_pressure, pressing[0].fill_limit_s if pressing else 0.0))
+        return quality_run(1, 1).write(tmp_path / f"{len(asked)}-quality")
+
+    monkeypatch.setattr(session_module, "measure_quality", measured)
+    for options in ({"before": "a {port}", "after": "b {port}"}, {"before": "a {port}", "after": "b {port}", "quality_pressure": "all"}, {}):
+        with Session(resolve({**options, "reports": str(tmp_path / "reports")}, {}, {})) as session:
+            session._ask(Target((), ()), [])
+    assert asked == [("all", pressure.FILL_LIMIT_S), ("all", math.inf), ("none", 0.0)]
