@@ -159,7 +159,12 @@ def test_a_session_asks_a_side_of_its_experiment_under_all_pressures(tmp_path: P
 
     def measured(target: object, settings: Settings, *_: object, **__: object) -> object:
         pressing: list[pressure.Pressing] = []
-        monkeypatch.setattr(measure, "ask_under_pressure", lambda made, items, names: pressing.append(made) or [])
+
+        def ask(made: pressure.Pressing, *_: object) -> list[PressureRecord]:
+            pressing.append(made)
+            return []
+
+        monkeypatch.setattr(measure, "ask_under_pressure", ask)
         measure._under_pressure(Target((), ()), settings, tmp_path, [])
         asked.append((settings.quality_pressure, pressing[0].fill_limit_s if pressing else 0.0))
         return quality_run(1, 1).write(tmp_path / f"{len(asked)}-quality")
