@@ -6,8 +6,11 @@ with the highest over the mean, and the pair that differs most is named.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
@@ -26,6 +29,9 @@ SPREAD = ("usage", "used_blocks", "free_blocks", "used_tokens", "free_tokens", "
 LIVE = "live"
 REPLICAS, RANKS, GPUS = "replicas", "ranks", "GPUs"
 _TITLES = {LIVE: ("live requests", "requests")}
+_PARTS = 8
+# one-sided 95 % of Student's t by the number of parts, from two
+_T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895)
 _ALONE = Missing("one server with one engine rank has nothing to balance", cannot_happen=True)
 
 
@@ -68,12 +74,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Idling:
-    """Requests waited on ``waits`` while ``idles`` had neither running nor waiting ones: ``share`` of the load's time, ``seconds`` of it."""
+    """Requests waited on ``waits`` while ``idles`` had neither running nor waiting ones: ``share`` of the load's time, ``seconds`` of it.
+
+    ``surely`` is the lower 95 % bound of the share, by batch means over eighths of the load: where requests come in turn to equal servers, chance
+    alone empties one of them now and then, in one or two long stretches. What a balancer does, it does all the time.
+    """
 
     waits: str
     idles: str
     share: float
     seconds: float
+    surely: float = 0.0
 
     @property
     def text(self) -> str:
@@ -85,12 +96,14 @@ class Idling:
 class Balance:
     """How evenly load and memory lie. ``spreads`` by kind and quantity; ``idling`` is the pair with the longest such time, or why there is none.
 
-    ``usage_spread`` is the widest distance between the mean usages of two members (replicas, else ranks).
+    ``usage_spread`` is the widest distance between the mean usages of two members (replicas, else ranks); ``live_surely`` the lower 95 % bound of
+    the highest live requests over the mean, as in ``Idling``.
     """
 
     spreads: tuple[Spread, ...]
     idling: Idling | Missing
     usage_spread: Value
+    live_surely: Value = _ALONE
 
     def of(self, quantity: str, kind: str = "") -> Spread | None:
         """Return the spread of a quantity, of any kind where none is named; None where fewer than two members tell it."""
@@ -142,9 +155,11 @@ def read_balance(series: Sequence[Series], ledgers: Sequence[CardLedger], since_
     spreads += [memory] if memory is not None else []
     grouped = replicas or ranks
     idling: Idling | Missing = _idling(grouped, since_s, until_s, hold_s) if len(grouped) > 1 else _ALONE
+    live = next((one for one in spreads if one.quantity == LIVE), None)
+    sure = _live_surely(live, replicas or ranks, since_s, until_s, hold_s) if live is not None else _ALONE
     count = max(len(series), len(replicas))
     told = sum(_mean(wall_s, column("usage"), since_s, until_s, hold_s) is not None for wall_s, column in replicas.values())
-    return Balance(tuple(spreads), idling, _usage_spread(spreads, told, count, len(ranks)))
+    return Balance(tuple(spreads), idling, _usage_spread(spreads, told, count, len(ranks)), sure)
 
 
 def _usage_spread(spreads: Sequence[Spread], told: int, servers: int, ranks: int) -> Value:
@@ -225,7 +240,36 @@ def _idling(members: Mapping[str, tuple[Floats, Any]], since_s: float, until_s: 
     share, waits_on, idles = max(pairs)
     if not share:
         return Idling(waits_on, idles, 0.0, 0.0)
-    return Idling(waits_on, idles, share, share * (until_s - since_s))
+    parts = np.array_split(states[waits_on][0] & states[idles][1], _parts(members, since_s, until_s))
+    return Idling(waits_on, idles, share, share * (until_s - since_s), max(0.0, _lower(share, [float(part.mean()) for part in parts])))
+
+
+def _parts(members: Mapping[str, tuple[Floats, Any]], since_s: float, until_s: float) -> int:
+    """Return into how many parts the load is cut for batch means: eight, fewer where a member was seen less than twice in each."""
+    least = min(int(((wall_s >= since_s) & (wall_s <= until_s)).sum()) for wall_s, _ in members.values())
+    return max(2, min(_PARTS, least // 2))
+
+
+def _lower(mean: float, parts: Sequence[float]) -> float:
+    """Return the lower 95 % bound of a mean over the load, from its means over equal parts of it (batch means, Student's t)."""
+    spread = statistics.stdev(parts) / math.sqrt(len(parts))
+    return mean - (_T95[len(parts) - 2] * spread if spread else 0.0)
+
+
+def _live_surely(live: Spread, members: Mapping[str, tuple[Floats, Any]], since_s: float, until_s: float, hold_s: float) -> Value:
+    """Return the lower 95 % bound of the highest live requests over the mean."""
+    if isinstance(live.over_mean, Missing):
+        return live.over_mean
+    count = _parts(members, since_s, until_s)
+    edges = [since_s + (until_s - since_s) * number / count for number in range(count + 1)]
+    ratios = []
+    for begin, end in pairwise(edges):
+        means = {name: _mean(wall_s, _column(column, LIVE), begin, end, hold_s) for name, (wall_s, column) in members.items()}
+        known = [value for value in means.values() if value is not None]
+        top, whole = means.get(live.highest), sum(known)
+        ratios.append(1.0 if not whole or top is None else top * len(known) / whole)
+    low = max(1.0, _lower(live.over_mean.number(), ratios))
+    return Reading(low, "factor", f"lower 95 % bound over {count} parts of the load")
 
 
 def balance_values(found: Balance) -> dict[str, Value]:
@@ -242,6 +286,7 @@ def balance_values(found: Balance) -> dict[str, Value]:
     live = found.of(LIVE)
     none = found.usage_spread if isinstance(found.usage_spread, Missing) else Missing("fewer than two members told it")
     values["balance.live_over_mean"] = live.over_mean if live is not None else none
+    values["balance.live_surely"] = found.live_surely if live is not None else none
     cards = [one for one in found.spreads if one.quantity == "gpu.used_bytes"]
     alone = Missing("fewer than two cards of this server were seen", cannot_happen=not cards)
     values["balance.gpu_memory_spread"] = cards[0].gap if cards else alone
@@ -251,5 +296,8 @@ def balance_values(found: Balance) -> dict[str, Value]:
     values["balance.usage_over_mean"] = max(factor, key=Reading.number) if factor else lacking
     values["balance.idle_while_waiting"] = (
         found.idling if isinstance(found.idling, Missing) else Reading(found.idling.share, "ratio", found.idling.text)
+    )
+    values["balance.idle_surely"] = (
+        found.idling if isinstance(found.idling, Missing) else Reading(found.idling.surely, "ratio", f"lower 95 % bound of: {found.idling.text}")
     )
     return values

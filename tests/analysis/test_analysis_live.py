@@ -30,6 +30,8 @@ from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 
 MIB = 1 << 20
+USERS = 24
+"""So many for four slots that turns at two servers cannot, in the thirty or so requests of a window, empty one of them by chance."""
 
 
 def measured(command: str, folder: Path, **changes: object) -> CardLedger:
@@ -92,7 +94,7 @@ def through(pair: Sequence[Endpoint], policy: str, folder: Path) -> Analysis:
         before = [take_snapshot(endpoint, dialect) for endpoint, dialect in zip(pair, dialects, strict=True)]
         with Sampler(pair, folder, 20.0, dialects=dialects, gpus=False) as sampler:
             began = time.time()
-            load = run_load([router], "normal", folder, users=8, duration_s=3.0, output_tokens=200)
+            load = run_load([router], "normal", folder, users=USERS, duration_s=3.0, output_tokens=200)
             ended = time.time()
             assert not sampler.stop().errors
     assert load.complete
