@@ -42,7 +42,9 @@ _SENTENCES = (
     r"No available memory for the cache blocks",
     r"Free memory on device\b[^\n]{0,120}? on startup is less than desired GPU memory utilization",
     r"Error in memory profiling\.",
-    r"Available memory on node [0-9]+ [^\n]{0,120}? is less than requested memory for kv",
+    r"Available memory on node [0-9]+ [^\n]{0,120}? is less than (?:requested memory for kv|desired CPU memory utilization)",
+    r"Free memory on device\b[^\n]{0,120}? on startup is less than the engine's budget",
+    r"Externally held weights on device",
     r"Cannot auto-fit max_model_len",
     r"HiSparse (?:host pool has [0-9]+ blocks but|has no allocatable host blocks)",
     r"No common block size for ",
@@ -108,7 +110,7 @@ _KNOWN = re.compile(f"(?P<sentence>{'|'.join(_SENTENCES)})|(?P<line>{'|'.join(_L
 
 # Sentences whose numbers stand far from their beginning: pasted into a page of text they are broken over several lines.
 _LONG = re.compile(
-    r"To serve at least one request with|The model's max seq len \(|Free memory on device\b|Available memory on node [0-9]|Error in memory profiling\."
+    r"To serve at least one request with|The model's max seq len \(|Free memory on device\b|Externally held weights|Available memory on node [0-9]|Error in memory profiling\."
     r"|User-specified (?:max_model_len|context_length)|No available memory for"
 )
 _MOST_JOINED = 6

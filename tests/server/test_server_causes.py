@@ -109,6 +109,28 @@ POOL = (
             ["131,072", "32,768"],
         ),
         (
+            "ValueError: Available memory on node 0 (3.2/8.3 GiB) on startup is less than desired CPU memory utilization (0.9, 7.47 GiB). On the CPU backend, the"
+            " `--gpu-memory-utilization` flag controls the fraction of CPU memory reserved (despite its name).",
+            ["4.27 GiB short", "0.385 or lower", "VLLM_CPU_KVCACHE_SPACE"],
+        ),
+        (
+            "ValueError: Available memory on node 1 (3.2/8.3 GiB) on kv cache allocation is less than requested memory for kv (-0.31/2.5 GiB). Reduce CPU memory.",
+            ["more than the 2.5 GiB", "raise --gpu-memory-utilization"],
+        ),
+        (
+            "ValueError: Available memory on node 1 (0.8/8.3 GiB) on kv cache allocation is less than requested memory for kv (1.2/2.5 GiB). Reduce CPU memory.",
+            ["1.2 GiB are left for the KV cache", "below 0.8 GiB"],
+        ),
+        (
+            "ValueError: Externally held weights on device cuda:0 (62.1/79.3 GiB) exceed the desired GPU memory utilization (0.7, 55.5 GiB). Increase GPU memory",
+            ["weights of 62.1 GiB", "above 0.784"],
+        ),
+        (
+            "ValueError: Free memory on device cuda:0 (10.0/79.3 GiB) on startup is less than the engine's budget after excluding external process's weights"
+            " (0.9, 14.0 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
+            ["4.00 GiB short", "by 0.051"],
+        ),
+        (
             "```\nValueError: To serve at least one request with the model's max seq len\n(131072), (5.07 GiB KV cache is needed, which is larger than the available\n"
             "KV cache memory (4.34 GiB). Based on the available memory, the estimated\nmaximum model length is 112192. Try increasing\n```\nand then I tried 0.95",
             ["131,072", "0.73 GiB short", "112192"],

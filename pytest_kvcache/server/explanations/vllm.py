@@ -110,6 +110,44 @@ def _cpu_node(match: re.Match[str], _: str) -> tuple[str, str]:
     return means, f"set VLLM_CPU_KVCACHE_SPACE (GiB) or --kv-cache-memory-bytes to less than {free:g} GiB, or end what else holds memory there"
 
 
+def _cpu_start(match: re.Match[str], _: str) -> tuple[str, str]:
+    free, total, share, wanted = (float(match.group(n)) for n in (1, 2, 3, 4))
+    means = (
+        f"{free:g} of {total:g} GiB of the memory node were free and {share:g} of it ({wanted:g} GiB) was wanted before the model loads:"
+        f" {wanted - free:.2f} GiB short (on the CPU --gpu-memory-utilization is a share of the machine's memory)"
+    )
+    return means, f"set --gpu-memory-utilization to {_down(free / total):g} or lower, or size the pool with VLLM_CPU_KVCACHE_SPACE (GiB)"
+
+
+def _cpu_rest(match: re.Match[str], _: str) -> tuple[str, str]:
+    free, total, left, share = (float(match.group(n)) for n in (1, 2, 3, 4))
+    if left <= 0:
+        return (
+            f"the model and its process already hold more than the {share:g} GiB that were to be used on the memory node: nothing is left for the KV cache",
+            "raise --gpu-memory-utilization (on the CPU a share of the machine's memory), or size the pool with VLLM_CPU_KVCACHE_SPACE (GiB)",
+        )
+    means = f"of the {share:g} GiB to be used {left:g} GiB are left for the KV cache, and {free:g} of {total:g} GiB of the node are free"
+    return means, f"end what else holds memory there, or size the pool with VLLM_CPU_KVCACHE_SPACE below {free:g} GiB"
+
+
+def _outside(match: re.Match[str], _: str) -> tuple[str, str]:
+    held, total, share, wanted = (float(match.group(n)) for n in (1, 2, 3, 4))
+    means = f"weights of {held:g} GiB lie on the card outside this process, and {share:g} of the card ({wanted:g} of {total:g} GiB) was to hold everything"
+    return means, f"set --gpu-memory-utilization above {math.ceil(held / total * 1000) / 1000:g}, with room for the KV cache on top"
+
+
+def _beside_weights(match: re.Match[str], _: str) -> tuple[str, str]:
+    free, total, share, budget = (float(match.group(n)) for n in (1, 2, 3, 4))
+    means = (
+        f"{free:g} of {total:g} GiB were free, and {budget:g} GiB are this engine's part of {share:g} of the card once the weights that lie outside it are"
+        f" taken off: {budget - free:.2f} GiB short"
+    )
+    return (
+        means,
+        f"free that memory (nvidia-smi shows the processes), or lower --gpu-memory-utilization by {math.ceil((budget - free) / total * 1000) / 1000:g}",
+    )
+
+
 def _no_token(_: re.Match[str], __: str) -> tuple[str, str]:
     return "the memory that is left does not hold a single token", "raise --gpu-memory-utilization, or use a smaller or quantised model"
 
@@ -201,6 +239,12 @@ KNOWN: tuple[Known, ...] = (
     known(r"No available memory for the cache blocks", _nothing_left),
     known(rf"Error in memory profiling\. Initial free memory {F}(?: GiB)?, current free memory {F}( GiB)?", _profiling),
     known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than requested memory for kv \({F} GiB\)", _cpu_node),
+    known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than desired CPU memory utilization \({F}, {F} GiB\)", _cpu_start),
+    known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than requested memory for kv \((-?{F[1:]}/{F} GiB\)", _cpu_rest),
+    known(rf"Externally held weights on device[^(]{{0,40}}\({F}/{F} GiB\) exceed the desired GPU memory utilization \({F}, {F} GiB\)", _outside),
+    known(
+        rf"Free memory on device[^(]{{0,40}}\({F}/{F} GiB\) on startup is less than the engine's budget[^(]{{0,80}}\({F}, {F} GiB\)", _beside_weights
+    ),
     known(r"Cannot auto-fit max_model_len", _no_token),
     known(rf"HiSparse host pool has {N} blocks but max_model_len needs {N}", _host_pool),
     known(rf"No common block size for {N} \(([^\n]{{1,300}}?)\)\.?\s*$", _block_size),
