@@ -7,6 +7,8 @@ import re
 
 from pytest_kvcache.errors import UsageError
 
+HUGE = 1e15
+"""From here on no measurement of ours goes: a number that somebody sends all the same is shown by its power of ten."""
 _BYTES = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -23,7 +25,7 @@ def _parse(text: str, scale: dict[str, float] | dict[str, int], kind: str, examp
         known = ", ".join(name for name in scale if name)
         raise UsageError(f"cannot read {text[:80]!r} as {kind}", hint=f"a number with one of {known}, such as {example}")
     value = float(match.group(1).replace(",", "").replace("_", "")) * scale[unit]
-    if not math.isfinite(value):
+    if not value < HUGE * 1024:
         raise UsageError(f"{text[:80]!r} is too large for {kind}", hint=f"a number such as {example}")
     return value
 
@@ -38,14 +40,10 @@ def parse_seconds(text: str) -> float:
     return _parse(text, _SECONDS, "a duration", "1.5s")
 
 
-_HUGE = 1e15
-"""From here on no measurement of ours goes: a number that somebody sends all the same is shown by its power of ten."""
-
-
 def show_bytes(value_bytes: float) -> str:
     """Return bytes as ``"1.50 GiB"`` (powers of 1024)."""
     size = float(value_bytes)
-    if not abs(size) < _HUGE * 1024:
+    if not abs(size) < HUGE * 1024:
         return f"{size:.3g} B"
     for name in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -56,7 +54,7 @@ def show_bytes(value_bytes: float) -> str:
 
 def show_seconds(value_s: float) -> str:
     """Return seconds as ``"1.25 s"`` or, under one second, ``"250 ms"``."""
-    if not abs(value_s) < _HUGE:
+    if not abs(value_s) < HUGE:
         return f"{value_s:.3g} s" if math.isfinite(value_s) else str(value_s)
     if abs(value_s) < 0.0995:
         return f"{value_s * 1e3:.1f} ms"
@@ -72,7 +70,7 @@ def show(value: float | str | bool, unit: str) -> str:
     if not math.isfinite(value):
         return str(value)
     value += 0.0  # a zero below zero is a zero
-    if unit == "ratio" and abs(value) >= _HUGE:
+    if unit == "ratio" and abs(value) >= HUGE:
         return f"{value * 100:.3g} %" if abs(value) < 1e300 else f"{value:.3g}"
     if unit == "ratio":
         # a small share is not none: 0.0001 is 0.01 %
@@ -82,5 +80,5 @@ def show(value: float | str | bool, unit: str) -> str:
     if unit == "s":
         return show_seconds(value)
     whole = value == round(value) or (unit == "tokens" and abs(value) >= 100)  # a mean length of hundreds has no use for hundredths
-    number = f"{value:.3g}" if abs(value) >= _HUGE else f"{value:,.0f}" if whole else f"{value:,.2f}"
+    number = f"{value:.3g}" if abs(value) >= HUGE else f"{value:,.0f}" if whole else f"{value:,.2f}"
     return f"{number} {unit.removesuffix('s') if number == '1' and unit.isalpha() else unit}".strip()

@@ -13,6 +13,7 @@ from pytest_kvcache.engines._dialect import Derived, Dialect, FirstOf, InfoLabel
 from pytest_kvcache.engines._parts import Parts
 from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
+from pytest_kvcache.units import HUGE
 
 # A gauge may pass full by rounding alone. More is another scale (percent) or another engine's gauge: engines.md, trap 1.
 FULL = 1.0001
@@ -22,6 +23,11 @@ SAME = frozenset({"block_size", "kv_dtype", "prefix_caching", "gpu_memory_utiliz
 LEAST = frozenset({"max_model_len"})
 LATEST = frozenset({"start_time"})
 ADDED = frozenset(QUANTITIES) - SAME - LEAST - LATEST - {"usage"}
+
+
+def _most(unit: str) -> float:
+    """Return from where on a number of that unit is no measurement: nobody has a million billions of tokens, or of KiB."""
+    return HUGE * 1024 if unit == "bytes" else HUGE
 
 
 def samples_of(dialect: Dialect, raw: RawState) -> Samples | None:
@@ -247,9 +253,11 @@ class View:
         return self.checked(name, number, source)
 
     def checked(self, name: str, value: float, source: str) -> Value:
-        """Return a number as a Reading; Missing where it cannot be meant: NaN, infinite, negative, or a ratio above a full pool."""
+        """Return a number as a Reading; Missing where it cannot be meant: NaN, infinite, negative, beyond all measure, or a ratio above a full pool."""
         if not math.isfinite(value) or value < 0:
             return Missing(f"{source} reads {value:g}")
+        if value >= _most(QUANTITIES[name].unit):
+            return Missing(f"{source} reads {value:.3g}, which no server holds or has ever done")
         if QUANTITIES[name].unit == "ratio":
             if name == "usage":
                 value /= self.dialect.gauge_scale
@@ -281,6 +289,8 @@ class View:
             return Missing("the start-up log states it for the whole server")
         if value is None:
             return Missing("the start-up log does not state it" if self.raw.log_facts or self.raw.log_given else "no start-up log is at hand")
+        if isinstance(value, Reading) and not isinstance(value.value, str | bool) and abs(value.value) >= _most(value.unit):
+            return Missing(f"{value.source[:120]} states a number that no server holds")
         return value
 
 

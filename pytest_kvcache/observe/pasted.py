@@ -15,6 +15,7 @@ from pytest_kvcache.engines import Dialect, clean
 from pytest_kvcache.engines._dialect import looks_like
 from pytest_kvcache.observe.unwrapping import unpack, unwrap
 from pytest_kvcache.server.rootcause import strip_escapes
+from pytest_kvcache.server.transport import whole
 
 MOST_BYTES = 32 << 20
 _MOST_TRIES = 200
@@ -111,7 +112,7 @@ def _json(text: str) -> Any | None:
     if text.lstrip()[:1] not in {"{", "["}:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=whole)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, (dict, list)) else None
@@ -119,7 +120,7 @@ def _json(text: str) -> Any | None:
 
 def _split(text: str, found: Pasted) -> None:
     """Sort the lines of a text that is not one JSON body; a JSON body may begin at any line."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_int=whole)
     samples: list[str] = []
     log: list[str] = []
     tries, at, end = 0, 0, len(text)

@@ -146,7 +146,9 @@ def _findings(view: SessionView) -> list[str]:
         return []
     lines = ["### Is the percentage real?", "", markdown(found.numbers, 700), ""]
     lines += [
-        f"- **{markdown(item.title)}** ({markdown(item.severity)}): {markdown(item.text)} Do: {markdown('; '.join(item.do))}"
+        f"- **{markdown(item.title)}** ({markdown(item.severity)}): {markdown(item.text)}"
+        + (f" ({markdown(item.beside)})" if item.beside else "")
+        + f" Do: {markdown('; '.join(item.do))}"
         for item in found.findings
     ]
     lines += [] if found.findings else ["- No rule found a cause for concern."]

@@ -8,8 +8,10 @@ import pytest
 from engine_case import state
 
 from pytest_kvcache.engines import DIALECTS, read_values
+from pytest_kvcache.observe.pasted import sort_text
 from pytest_kvcache.observe.size_notes import size_notes
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
+from pytest_kvcache.server.transport import Answer
 
 DATA = Path(__file__).parent.parent / "data" / "exposition"
 
@@ -83,3 +85,28 @@ def test_an_engine_whose_usage_holds_idle_cache_tells_no_price_of_a_request() ->
         {"running": reading(1), "used_blocks": reading(30, "blocks"), "usable_blocks": reading(99, "blocks"), "usage": reading(0.3, "ratio")}
     )
     assert one == ["the one running request holds 30 blocks: 3 such would fill the pool"]
+
+
+@pytest.mark.parametrize("number", ["1e300", "1" + "0" * 300, "1e15"])
+def test_a_number_that_no_server_can_have_is_missing_and_never_three_hundred_digits(number: str) -> None:
+    text = (DATA / "vllm/0.32.0.prom").read_text()
+    page = "\n".join(line.rpartition(" ")[0] + f" {number}" if line and not line.startswith("#") else line for line in text.splitlines())
+    found = values("vllm", page.replace('num_gpu_blocks="', f'num_gpu_blocks="{number}" was="'))
+    for name in ("running", "waiting", "preemptions", "prompt_tokens", "pool_blocks", "usage"):
+        known = found[name]
+        assert isinstance(known, Missing), name
+        assert len(known.reason) < 300
+    whole = values("sglang", "")
+    assert all(isinstance(value, Missing) for name, value in whole.items() if name != "swapped")
+
+
+@pytest.mark.parametrize("digits", ["1" + "0" * 400, "9" * 4000, "1e400"])
+def test_a_whole_number_without_end_in_a_json_body_is_missing(digits: str) -> None:
+    text = (
+        f'{{"max_total_num_tokens": {digits}, "max_running_requests": 8, "internal_states": [{{}}], "mem_fraction_static": 0.9, "page_size": 1, '
+        '"disable_radix_cache": false}'
+    )
+    for body in (sort_text("body", text.encode()).json[0], Answer(200, "application/json", "", text.encode(), False, 0.1).value):
+        found = read_values(DIALECTS["sglang"], state("", {"/server_info": body}, {})).whole
+        assert isinstance(found["pool_tokens"], Missing)
+        assert isinstance(found["block_size"], Reading)
