@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import oracle_traces
@@ -21,6 +22,28 @@ def test_every_rule_says_what_its_numbers_rest_on_and_has_a_dose() -> None:
     assert [rule.id for rule in shipped_rules() if len(rule.because) < 60] == []
     assert {dose.rule for dose in DOSES} == {rule.id for rule in shipped_rules()}
     assert len(DOSES) == len(shipped_rules())
+
+
+NAMED = (
+    "squeezed-pool foreign-memory over-utilization hollow-usage padding fragments long-shared-prompt prefix-cache-off prefix-cache-thrashing prefill-peak "
+    "seat-bound kv-bound token-budget-bound deferred-waiting preemption-storm leak stale-gauge true-fullness campaign-day gpu-imbalance "
+    "replica-imbalance pool-changed wrong-endpoint lonely-percentage"
+)
+"""What a user was promised to be told of."""
+ARTICLE = {
+    "squeezed-pool": "20 GB is 12 GB", "padding": "18 % are real", "long-shared-prompt": "5,000-token system prompt for each of 20 users",
+    "prefix-cache-off": "remedy for prefill peaks", "prefill-peak": "is not the same as overload", "kv-bound": "not whether to add a card",
+    "true-fullness": "quality first, memory second", "campaign-day": "resting at 50 % went to 95 %", "lonely-percentage": "a lonely 90 %",
+}  # fmt: skip
+"""Rules whose reason is the article's own, and words of it; the others name a public case."""
+
+
+def test_every_promised_finding_is_a_rule_and_each_names_the_articles_or_a_public_case() -> None:
+    rules = {rule.id: rule for rule in shipped_rules()}
+    assert set(NAMED.split()) <= set(rules)
+    for name, rule in rules.items():
+        public = re.search(r"[A-Za-z0-9.-]+/[A-Za-z0-9._-]+#\d+", rule.reason)
+        assert ARTICLE[name] in rule.reason if name in ARTICLE else public, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
