@@ -152,6 +152,14 @@ def fair_replicas(folder: Path, chance: random.Random) -> Analysis:
     return run_of(folder, engine, *(part or [Ask(0.0)] for part in parts), hz=10.0, seed=chance.randrange(1 << 30))
 
 
+def replicas_by_chance(folder: Path, chance: random.Random) -> Analysis:
+    """Two servers of which each request takes either: with few requests one has most of them for a while."""
+    parts: tuple[list[Ask], list[Ask]] = ([], [])
+    for ask in poisson(chance.choice((0.5, 1.0, 2.0, 5.0)), chance.choice((8.0, 20.0)), chance):
+        parts[chance.randrange(2)].append(ask)
+    return run_of(folder, _engine(chance, seats=64), parts[0] or [Ask(0.0)], parts[1] or [Ask(0.0)], hz=10.0, seed=chance.randrange(1 << 30))
+
+
 def cards(folder: Path, chance: random.Random) -> Analysis:
     """One to four cards of 24 to 141 GiB at the engine's default share: what a profile run, graphs and contexts take, and a monitor beside."""
     total, weights = chance.choice(((24.0, 15.0), (40.0, 15.0), (80.0, 16.0), (80.0, 35.0), (141.0, 70.0)))
@@ -187,6 +195,7 @@ KINDS: dict[str, tuple[Kind, frozenset[str]]] = {
     "a few preempted": (some_preempted, frozenset({"lonely-percentage"})),
     "in passing": (in_passing, frozenset()),
     "replicas by turns": (fair_replicas, frozenset()),
+    "replicas by chance": (replicas_by_chance, frozenset()),
     "cards": (cards, frozenset()),
 }
 """Kind -> how a Run of it is made, and the notices that it is there to get."""

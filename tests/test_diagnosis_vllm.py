@@ -74,7 +74,7 @@ def number(analysis: Analysis, name: str) -> float:
 
 SHARED: dict[str, Any] = {
     "users": 4,
-    "duration_s": 6.0,
+    "requests": 12,
     "output_tokens": 40,
     "options": {"prompts": 1, "prefix_tokens": 512, "question_tokens": 40},
 }
@@ -100,7 +100,7 @@ def test_a_request_near_the_longest_beside_usual_traffic_is_told_beforehand_and_
     def campaign() -> None:
         complete(tight, [2 + n * 11 % 190 for n in range(1000)], 8, timeout_s=60.0, ignore_eos=True)
 
-    usual: dict[str, Any] = {"users": 4, "duration_s": 6.0, "output_tokens": 60, "options": {"histogram": "280-290:1"}}
+    usual: dict[str, Any] = {"users": 4, "requests": 12, "output_tokens": 60, "options": {"histogram": "280-290:1"}}
     calm = measured(tight, tmp_path / "calm", "normal", **usual)
     assert causes(calm) == {"campaign-day"}
     assert number(calm, "usage.peak") < 0.9
@@ -124,13 +124,13 @@ def test_clients_that_disconnect_leave_nothing_behind(tight: Endpoint, tmp_path:
 
 
 def test_twenty_tokens_in_blocks_of_128_are_hollow(coarse: Endpoint, tmp_path: Path) -> None:
-    analysis = measured(coarse, tmp_path, "normal", users=2, duration_s=4.0, output_tokens=8, options={"histogram": "12-16:1", "shortest": 8})
+    analysis = measured(coarse, tmp_path, "normal", users=2, requests=20, output_tokens=8, options={"histogram": "12-16:1", "shortest": 8})
     assert causes(analysis) == {"hollow-usage", "fragments"}
     assert number(analysis, "fill.mean") < 0.25
 
 
 def test_two_seats_for_six_users_are_the_bound_and_not_the_pool(coarse: Endpoint, tmp_path: Path) -> None:
-    analysis = measured(coarse, tmp_path, "normal", users=6, duration_s=5.0, output_tokens=24, options={"histogram": "330-350:1"})
+    analysis = measured(coarse, tmp_path, "normal", users=6, requests=24, output_tokens=24, options={"histogram": "330-350:1"})
     assert causes(analysis) == {"seat-bound"}
     assert number(analysis, "usage.peak") < 0.2
 
@@ -148,9 +148,9 @@ def test_the_same_is_seen_in_passing_without_a_request_log(coarse: Endpoint, cap
     for thread in threads:
         thread.start()
     try:
-        assert main(["diagnose", coarse.root, "--window", "2s", "--sample-hz", "10", "--json"]) == 0
+        assert main(["diagnose", coarse.root, "--window", "4s", "--sample-hz", "10", "--json"]) == 0
         unnamed = json.loads(capsys.readouterr().out)
-        assert main(["diagnose", coarse.root, "--window", "2s", "--sample-hz", "10", "--log", str(coarse.log), "--json"]) == 0
+        assert main(["diagnose", coarse.root, "--window", "4s", "--sample-hz", "10", "--log", str(coarse.log), "--json"]) == 0
     finally:
         over.set()
         for thread in threads:
