@@ -61,6 +61,8 @@ def _begins(path: Path) -> bytes:
 
 def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
     path = folder / "config.json"
+    if not path.is_file() and (folder / "params.json").is_file():
+        path = folder / "params.json"  # Mistral's own format
     if not path.is_file():
         packed = [file for file in sorted(folder.glob("*.gguf")) if not file.name.startswith("mmproj")]  # an image projector is no language model
         if packed and not set(packed) - set(split_files(packed[0])):
@@ -87,9 +89,12 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
         raise CannotJudge(
             f"{model_type!r} is an encoder: it reads its whole input at once and keeps no KV cache, so there is nothing to plan", where=name
         )
-    if family in families.UNMODELLED or model_type in families.UNMODELLED:
-        what = families.UNMODELLED.get(family) or families.UNMODELLED[model_type]
-        raise CannotJudge(f"cannot judge model_type {model_type!r}: it keeps {what}, and no field says its size", where=name)
+    names = (family, model_type, *(() if "model_type" in assume else (str(raw.get("model_type")),)))
+    unmodelled = next((name for name in names if name in families.UNMODELLED), None)
+    if unmodelled is not None:
+        raise CannotJudge(
+            f"cannot judge model_type {unmodelled!r}: it keeps {families.UNMODELLED[unmodelled]}, and no field says its size", where=name
+        )
     fields = Fields(text, defaults=families.class_defaults(family), assume=assume, name=name, family=family)
     if family in ENCODER_DECODER:
         layers, queries = _encoder_decoder(fields)

@@ -77,7 +77,10 @@ UNMODELLED = {
     "rwkv5": "a state of its own", "rwkv6": "a state of its own", "xlstm": "a state of its own", "zaya": "convolution states beside its attention",
     "inkling_text": "convolution states beside its attention", "inkling_mm_model": "convolution states beside its attention", "qwen4_exp_text": "several states and an indexer",
     "qwen4_exp": "several states and an indexer", "glm5_next": "an indexer of its own", "glm5_next_text": "an indexer of its own", "hy_v4": "an indexer of its own",
-    "minimax_m3": "a block-sparse indexer", "minimax_m3_vl": "a block-sparse indexer", "minimax_m3_vl_text": "a block-sparse indexer", "blt": "byte patches", "jetmoe": "heads chosen by a router",
+    "minimax_m3": "a block-sparse indexer", "minimax_m3_vl": "a block-sparse indexer", "minimax_m3_vl_text": "a block-sparse indexer", "blt": "byte patches", "voxtral_realtime": "a cache of its audio encoder beside its own",
+    "moshi": "a second decoder's cache", "diffusion_gemma": "a canvas of tokens beside its cache", "diffusion_gemma_text": "a canvas of tokens beside its cache",
+    "iquestloopcoder": "a cache for each of its loops", "ouro": "a cache for each of its loops", "hrm_text": "a cache for each of its cycles",
+    "phi4flash": "states, windows and one cache that half of its layers share", "jetmoe": "heads chosen by a router",
 }  # fmt: skip
 
 # Architectures that vLLM 0.32 serves no more, with the last version that did.

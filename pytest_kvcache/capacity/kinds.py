@@ -107,6 +107,9 @@ def _windowed(fields: Fields, count: int) -> list[str]:
     full = ["full"] * count
     if window is None:
         return full
+    repeated = fields.listed("sliding_window", "interleaved_sliding_window")
+    if repeated and any(entry is None for entry in repeated):  # Mistral's own files: a window or none, over and over
+        return ["sliding" if repeated[index % len(repeated)] else "full" for index in range(count)]
     if family in families.FLAGGED or fields.has("use_sliding_window"):
         if not fields.flag("use_sliding_window", default=family == "dots1"):
             return full

@@ -339,7 +339,7 @@ def test_an_encoder_has_nothing_to_plan(model_type: str) -> None:
 @pytest.mark.parametrize("key", ["loop_num", "total_ut_steps", "H_cycles", "param_sink_number", "rswa_window"])
 def test_a_key_that_multiplies_the_cache_of_an_unknown_family_is_refused(key: str) -> None:
     with pytest.raises(CannotJudge, match=key):
-        read_architecture(_config("iquestloopcoder", num_key_value_heads=2, **{key: 2}))
+        read_architecture(_config("someloops", num_key_value_heads=2, **{key: 2}))
 
 
 @pytest.mark.parametrize(("kv_dtype", "row"), [("auto", 1152), ("fp8", 656), ("fp8_ds_mla", 656), ("fp8_e4m3", 576), ("nvfp4_ds_mla", 352)])

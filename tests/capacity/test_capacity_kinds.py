@@ -10,6 +10,7 @@ import pytest
 
 from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.pool import EngineShape, lay_out, size_pool
+from pytest_kvcache.errors import CannotJudge
 
 KINDS: dict[str, Any] = json.loads((Path(__file__).parent.parent / "data" / "capacity" / "kinds.json").read_text())
 
@@ -32,3 +33,21 @@ def test_the_collection_covers_every_kind_of_group() -> None:
     seen = {group.kind for kind in KINDS.values() for group in lay_out(read_architecture(kind["config"]), EngineShape(max_model_len=448)).groups}
     assert seen == {"full", "sliding", "mla", "state", "cross"}
     assert len(KINDS) >= 55
+
+
+def test_mistrals_own_file_is_read_with_its_windows_one_after_another(tmp_path: Path) -> None:
+    own = {"dim": 4096, "n_layers": 8, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8, "sliding_window": [None, 512, 512, 512]}
+    (tmp_path / "params.json").write_text(json.dumps(own))
+    layers = read_architecture(tmp_path).layers
+    assert "".join(layer.kind[0] for layer in layers) == "fsssfsss"
+    assert {(layer.kv_heads, layer.key_size, layer.window) for layer in layers} == {(8, 128, None), (8, 128, 512)}
+    (tmp_path / "params.json").write_text(json.dumps({**own, "sliding_window": None}))
+    assert {layer.kind for layer in read_architecture(tmp_path).layers} == {"full"}
+
+
+@pytest.mark.parametrize("model_type", ["voxtral_realtime", "moshi", "diffusion_gemma", "blt"])
+def test_a_model_whose_other_half_keeps_a_cache_is_refused_though_its_text_model_is_known(model_type: str) -> None:
+    text = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": 2}
+    with pytest.raises(CannotJudge, match=model_type):
+        read_architecture({"model_type": model_type, "text_config": text})
+    assert read_architecture({"model_type": model_type, "text_config": text}, assume={"model_type": "llama"}).layers
