@@ -284,3 +284,18 @@ def test_draft_layers_that_are_served_are_part_of_every_figure(config: str, caps
     assert "no draft layers are counted" in run(capsys, config, "--mtp")[1]
     staged = body(capsys, deepseek, *sizes, "--mtp", "--pp", "3")
     assert staged["bytes_per_block"] == 16 * 21 * 1152  # 20, 21 and 20 layers, and the draft on the last stage
+
+
+def test_levers_of_llamacpp_split_its_layers_and_its_cache_is_f16_whatever_the_checkpoint_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = {**LLAMA_31_8B, "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    words = ("--engine", "llamacpp", "--max-model-len", "8192", "--slots", "4", "--levers", "--gpu-memory", "24GiB", "--weights", "9GiB")
+    made = body(capsys, str(tmp_path), *words)
+    assert (made["kv_dtype"], made["growth_bytes_per_token"], made["bytes_per_block"]) == ("float16", 131072, 131072)
+    rows = {(one["name"], one["change"]): one for one in made["levers"]}
+    assert rows["another GPU", "1 -> 2 cards"]["pool_blocks"] == pytest.approx(39 / 15 * made["pool_blocks"], rel=0.01)
+    assert rows["another GPU", "a second server"]["requests"] == 2 * made["requests"] == 8
+    assert rows["KV dtype", "float16 -> q8_0"]["pool_blocks"] > 1.8 * made["pool_blocks"]
+    assert not any("tp" in change for _, change in rows)

@@ -218,6 +218,15 @@ def _memory(given: Answer, traffic: Traffic | None, length: int) -> list[Lever]:
             )
         )
         return rows
+    if shape.engine == "llamacpp":  # it splits layers among cards by itself
+        if question.card is not None:
+            pair = replace(question, card=replace(question.card, total_bytes=2 * question.card.total_bytes))
+            rows.append(
+                _row("another GPU", "1 -> 2 cards", answer(pair), traffic, length, "its price; layers are split, and one card works at a time")
+            )
+        second = answer(question.with_shape(dp=shape.dp + 1))
+        rows.append(_row("another GPU", "a second server", second, _shared(traffic, shape.dp), length, "its price; the weights once more, a router"))
+        return rows
     try:
         doubled = answer(question.with_shape(tp=shape.tp * 2))
         cost = "its price; every step waits for both cards"

@@ -23,8 +23,7 @@ CACHE_TYPES = frozenset({"float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1
 def lay_out_llamacpp(architecture: Architecture, shape: EngineShape) -> Layout:
     """Return llama.cpp's layout: ``max_model_len`` is the context of one slot; bytes are those of one cell of the full cache."""
     check_parallel(architecture, 1)
-    kv_dtype = "float16" if shape.kv_dtype in ("", "auto") else shape.kv_dtype
-    cache_type, _, _ = resolve_dtypes(architecture, kv_dtype, shape.dtype)
+    cache_type, _, _ = resolve_dtypes(architecture, cache_type_of(shape), shape.dtype)
     refusal = ""
     for form in parse_pair(cache_type):
         if form.name not in CACHE_TYPES:
@@ -61,6 +60,11 @@ def lay_out_llamacpp(architecture: Architecture, shape: EngineShape) -> Layout:
         engine="llamacpp", shape=shape, groups=tuple(groups), bytes_per_block=full, block_size=1, max_model_len=length, in_flight_tokens=shape.micro_batch,
         unit="cells", fixed_bytes=states, refusal=refusal, notes=tuple(notes), slots=slots, unified=unified,
     )  # fmt: skip
+
+
+def cache_type_of(shape: EngineShape) -> str:
+    """Return the cache type that counts: float16 unless one is asked for, whatever the checkpoint says."""
+    return "float16" if shape.kv_dtype in ("", "auto") else shape.kv_dtype
 
 
 def _has_cells(layer: Layer, mixes: bool) -> bool:
@@ -107,7 +111,7 @@ def size_llamacpp(layout: Layout, kv_bytes: int) -> Pool:
     return Pool(
         pool_bytes=cache_bytes(layout, cells) if cells else 0, pool_blocks=total, usable_blocks=total, pool_tokens=total, max_concurrency=concurrency,
         blocks_per_request=layout.max_model_len, max_model_len=layout.max_model_len, longest=min(layout.max_model_len, cells), starts=not reason,
-        reason=reason,
+        reason=reason, engines=layout.shape.dp,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pytest_kvcache.capacity.card import Card, Ledger, ledger
 from pytest_kvcache.capacity.growth import Growth, growth
 from pytest_kvcache.capacity.layers import Architecture
 from pytest_kvcache.capacity.layout import EngineShape, Layout, Pool
-from pytest_kvcache.capacity.llamacpp_cells import cache_bytes, padded
+from pytest_kvcache.capacity.llamacpp_cells import cache_bytes, cache_type_of, padded
 from pytest_kvcache.capacity.pool import blocks_for, lay_out, size_pool
 
 
@@ -97,9 +97,10 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Return the answer to a question. Raises UsageError for settings that the model cannot have."""
     shape = question.shape
+    kv_dtype = cache_type_of(shape) if shape.engine == "llamacpp" else shape.kv_dtype
     cost = growth(
         question.architecture,
-        shape.kv_dtype,
+        kv_dtype,
         dtype=shape.dtype,
         state_dtype=shape.state_dtype,
         tp=shape.tp,
