@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.findings import Finding, Findings
     from pytest_kvcache.analysis.timeline import Analysis
+    from pytest_kvcache.runfolder import Run
     from pytest_kvcache.settings import Settings
 
 OPTIONS = (
     "engine", "engine_from", "model", "header", "api_key_env", "metrics_api_key_env", "ca", "proxy", "scrape_timeout_s", "sample_hz", "metrics_url",
-    "dcgm_url", "allow_destructive_reads", "reports", "rules", "reserves",
+    "dcgm_url", "allow_destructive_reads", "reports", "rules", "reserves", "model_config",
 )  # fmt: skip
 STEP = "time between two points of the past window; its end is always one [default: a 60th of the window, 1s to 15s; longer beyond 11,000 points]"
 WATCH_HZ = 2.0
@@ -127,7 +128,7 @@ def _stored(arguments: argparse.Namespace, settings: Settings, rules: Sequence[A
         folders = [Path(name) for name in arguments.sources if (Path(name) / "runs").is_dir()]
         before = [run for folder in folders for run in read_runs(folder) if run.record.side == "before"]
     baselines = [analysis for run in before if (analysis := analyse(run)).facts.loaded]
-    analyses = [analysis for run in runs if (analysis := analyse(run)).facts.loaded]
+    analyses = [analysis for run in runs if (analysis := analyse(_with_model(run, settings))).facts.loaded]
     _judgeable(analyses, ", ".join(arguments.sources))
     from pytest_kvcache.analysis.findings import find_in
 
@@ -164,7 +165,7 @@ def _watched(arguments: argparse.Namespace, settings: Settings, rules: Sequence[
         log = Path(arguments.log).expanduser() if arguments.log else None
         run = watch_run(endpoints, scratch, seconds, hz=hz, engine=settings.engine, own=own, log=log, timeout_s=settings.scrape_timeout_s)
         subject = ", ".join(run.record.endpoints)
-    analysis = analyse(run)
+    analysis = analyse(_with_model(run, settings))
     _judgeable([analysis], subject)
     baselines = []
     if arguments.baseline:
@@ -172,6 +173,17 @@ def _watched(arguments: argparse.Namespace, settings: Settings, rules: Sequence[
 
         baselines = [analyse(one) for one in load_baseline(arguments.baseline, Path(settings.reports))]
     return Diagnosis(subject, analysis, 1, find_in([analysis], rules, baselines), tuple(run.record.notes))
+
+
+def _with_model(run: Run, settings: Settings) -> Run:
+    """Return the Run with what the named model files tell of it; as it is where none were named."""
+    from dataclasses import replace
+
+    from pytest_kvcache.analysis.modelfile import with_model
+
+    if not settings.model_config or not run.record.before:
+        return run
+    return replace(run, record=with_model(run.record, Path(settings.model_config).expanduser()))
 
 
 def _judgeable(analyses: Sequence[Analysis], where: str) -> None:
@@ -258,6 +270,7 @@ def _wrapped(text: str, width: int, first: str = "", rest: str | None = None) ->
 def as_json(found: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis for programs: numbers in their units, every finding, and the rules that could not be looked at with the reason."""
     from pytest_kvcache.analysis.findings import MOST_SHOWN
+    from pytest_kvcache.analysis.memory_seen import course
     from pytest_kvcache.analysis.reconciliations import reconciliations
     from pytest_kvcache.quantities import Reading
     from pytest_kvcache.report.terminal import three_numbers
@@ -283,5 +296,13 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "further": [asdict(one) for one in found.findings.found[MOST_SHOWN:]],
         "could_not_be_looked_at": [asdict(one) for one in found.findings.unseen],
         "values": values,
+        "memory": [
+            {
+                "of": line.label,
+                "kind": line.kind,
+                **{name: asdict(one) for name in ("server", "others", "used", "free") if (one := course(line, name)) is not None},
+            }
+            for line in (*found.analysis.timeline.cards, *found.analysis.timeline.hosts)
+        ],
         "notes": list(found.notes),
     }

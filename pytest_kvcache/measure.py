@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_kvcache.analysis.holding import groups_of
+from pytest_kvcache.analysis.modelfile import Model, read_model
 from pytest_kvcache.diskroom import give_back
 from pytest_kvcache.errors import CannotWrite, EndpointUnreachable, KvError
 from pytest_kvcache.load.runner import LoadResult, run_load
@@ -193,7 +193,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
         cache_state = _reset_cache(target)
     before, raw_before = _snapshots(target, settings.scrape_timeout_s)
     write_atomic(folder / "metrics-before.prom", raw_before)
-    kv_groups = groups_of(Path(settings.model_config), before[0]) if settings.model_config else []
+    model = read_model(Path(settings.model_config), before[0]) if settings.model_config else Model([], {})
     sampler = Sampler(target.endpoints, folder, window.sample_hz, dialects=target.dialects, timeout_s=settings.scrape_timeout_s)
     sampler.start()
     try:
@@ -224,7 +224,8 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
         window=window.number,
         planned_windows=window.of,
         pilot_windows=window.pilot,
-        kv_groups=kv_groups,
+        kv_groups=model.groups,
+        model_parts=model.parts,
         started_wall_s=started_wall_s,
         load_started_wall_s=pressed.began_wall_s,
         load_ended_wall_s=pressed.ended_wall_s,

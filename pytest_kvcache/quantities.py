@@ -77,6 +77,8 @@ QUANTITIES: dict[str, Quantity] = dict(
         _q("block_size", "tokens", "config", "", "block size", "tokens per block"),
         _q("pool_tokens", "tokens", "config", "higher", "pool tokens", "tokens that the pool holds, by the engine's own definition"),
         _q("pool_bytes", "bytes", "config", "higher", "pool bytes", "memory of the KV pool"),
+        _q("weights_bytes", "bytes", "config", "", "weights", "memory of the model's weights on one card (rank), as the server states it"),
+        _q("sliding_window", "tokens", "config", "", "window", "tokens that every layer looks back, where all layers slide"),
         _q("max_concurrency", "requests", "config", "higher", "max concurrency", "requests at max_model_len that fit at once, by the engine's own figure"),
         _q("max_model_len", "tokens", "config", "", "max model length", "longest prompt + output of one request"),
         _q("max_num_seqs", "requests", "config", "", "seats", "most requests that run at once (llama.cpp: slots)"),

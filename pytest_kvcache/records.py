@@ -130,8 +130,9 @@ class StartMemory(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Parts in bytes: ``total``, ``free_at_start``, ``budget`` (the share of the card that it may use), ``weights``, ``consumed`` (weights and what
     lies outside the framework together, where the log tells no more), ``activation``, ``context`` (outside the framework), ``graphs``,
-    ``workspace``, ``pool`` (in use), ``pool_allowed`` (what this worker had room for) and ``by_hand`` (the pool that the user asked for); and
-    ``utilization``, a ratio.
+    ``graphs_planned`` (kept for them when the pool was sized), ``workspace``, ``pool`` (in use), ``pool_allowed`` (what this worker had room for) and
+    ``by_hand`` (the pool that the user asked for); ``blocks`` of a pool that was overridden and ``blocks_allowed``; ``utilization``, a ratio;
+    ``tensor_parallel`` and ``pipeline_parallel``.
     """
 
     worker: str = ""
@@ -165,7 +166,8 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ``settings`` maps each option to ``{"value", "source"}``; ``config`` is the effective configuration read back from the
     server; ``workload`` is a hash over profile, seed and arrivals, equal on both sides of a comparison. ``launch_id`` is another for
     each start of a server of ours; ``planned_windows`` is how many windows of this profile the side was to have, ``pilot_windows`` of how many first ones the spread chose that;
-    ``kv_groups`` are the model's cache groups where its config.json was named (analysis/holding.py: Group); ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
+    ``kv_groups`` are the model's cache groups where its config.json was named (analysis/holding.py: Group), ``model_parts`` what follows from its files
+    (analysis/modelfile.py: Model); ``clock_step_s`` is by how much the wall clock moved against the monotonic one meanwhile.
     ``start_memory`` is what the start-up logs state of memory, ``variant`` the setting of a sweep (``block-size=32``), ``pressure`` what the items
     asked under pressure were asked under. ``imported`` holds what another load tool, ``imported_from``, told; then there are no series.
     """
@@ -208,6 +210,7 @@ class RunRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     planned_windows: int = 0
     pilot_windows: int = 0
     kv_groups: list[dict[str, int]] = []
+    model_parts: dict[str, ValueRecord] = {}
     launch_id: str = ""
     clock_step_s: float = 0.0
     pressure: list[PressureRecord] = []

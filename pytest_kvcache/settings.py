@@ -97,7 +97,7 @@ class Settings:
     )
     model_config: str = _opt(
         "",
-        "config.json of the served model, or its folder: says which layers have a window or a state, for the accounting",
+        "config.json of the served model, or its folder: says which layers have a window or a state, and what weights and blocks take",
         group="load",
         metavar="PATH",
     )

@@ -135,7 +135,7 @@ CASES = [
             "pool_blocks": 1024, "usable_blocks": 1024, "used_blocks": 256, "free_blocks": 768, "usage": 0.25, "pool_tokens": 16384,
             "finished_stop": 20, "prefix_hits": 640,
         },
-        never=frozenset({"swapped", "preemptions", "pool_bytes", "kv_dtype", "gpu_memory_utilization"}),
+        never=frozenset({"swapped", "preemptions", "pool_bytes", "weights_bytes", "sliding_window", "kv_dtype", "gpu_memory_utilization"}),
     ),
     Case(
         "llamacpp",

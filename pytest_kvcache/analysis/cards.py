@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pytest_kvcache import units
 from pytest_kvcache.analysis.ledger import GPU, HOST, CardLedger, Facts, Part, reconcile
+from pytest_kvcache.analysis.memory_seen import Memory, cpu_seconds, read_telemetry_memory
+from pytest_kvcache.analysis.modelfile import Split, computed_parts, split_of
+from pytest_kvcache.capacity.card import DEFAULT_UTILIZATION
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quantities import Missing, Reading, Value
-from pytest_kvcache.records import GpuRow, MemoryRow, StartMemory
-from pytest_kvcache.runfolder import Run, read_lines
+from pytest_kvcache.records import GpuRow, StartMemory
+from pytest_kvcache.runfolder import Run
 from pytest_kvcache.server.startlogs.memory import read_memory
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
 
-_MOST_CARDS = 4096
 _PARTS = (
     "pool",
     "weights",
     "activation",
     "graphs",
+    "graphs_planned",
     "workspace",
     "context",
     "budget",
@@ -36,62 +36,9 @@ _PARTS = (
 )
 _NO_SHARE = frozenset({"llamacpp"})
 _OF_FREE = "sglang"
+_PER_RANK = frozenset({"sglang"})
+"""Engines that state memory of one tensor-parallel rank."""
 _WORDS = 4 << 20
-
-
-class _Look(msgspec.Struct):
-    """What a line of telemetry says of memory; everything else in it is passed over."""
-
-    wall_s: float
-    endpoint: int = 0
-    gpus: list[GpuRow] = []
-    memory: MemoryRow | None = None
-
-
-@dataclass
-class Memory:
-    """The memory that a Run's telemetry saw: each card and each server's processes where they were fullest, and how they moved.
-
-    ``cards`` and ``hosts`` hold the moment and the row; ``other_bytes`` lowest and highest of what other processes held; ``cpu_s`` the CPU time of
-    each server's processes at each look.
-    """
-
-    cards: dict[tuple[str, str], tuple[float, GpuRow]] = field(default_factory=dict)
-    hosts: dict[int, tuple[float, MemoryRow]] = field(default_factory=dict)
-    pids: dict[int, set[str]] = field(default_factory=dict)
-    other_bytes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    cpu_s: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-
-
-def read_telemetry_memory(run: Run) -> Memory:
-    """Return what telemetry.jsonl says of memory. Raises CannotJudge on a broken line."""
-    found = Memory()
-    for look in read_lines(run.folder / "telemetry.jsonl", _Look):
-        if look.memory is not None and len(found.hosts) < _MOST_CARDS:
-            held = sum(look.memory.processes.values())
-            before = found.hosts.get(look.endpoint)
-            if before is None or held > sum(before[1].processes.values()):
-                found.hosts[look.endpoint] = (look.wall_s, look.memory)
-            found.pids.setdefault(look.endpoint, set()).update(look.memory.processes)
-            found.cpu_s.setdefault(look.endpoint, []).append((look.wall_s, look.memory.cpu_s))
-        for card in look.gpus:
-            key = (card.host, card.uuid or str(card.index))
-            if key not in found.cards and len(found.cards) >= _MOST_CARDS:
-                continue
-            known = found.cards.get(key)
-            if known is None or card.used_bytes > known[1].used_bytes:
-                found.cards[key] = (look.wall_s, card)
-            others = _others_of(card, set().union(*found.pids.values()) if found.pids else set())
-            if others is not None:
-                low, high = found.other_bytes.get(key, (others, others))
-                found.other_bytes[key] = (min(low, others), max(high, others))
-    return found
-
-
-def _others_of(card: GpuRow, ours: set[str]) -> float | None:
-    if not card.processes or not ours & card.processes.keys():
-        return None
-    return float(sum(held for pid, held in card.processes.items() if pid not in ours))
 
 
 def start_memory(run: Run) -> list[StartMemory]:
@@ -130,10 +77,16 @@ def log_ledgers(start: Sequence[StartMemory], engine: str = "") -> list[CardLedg
                 by_hand=by_hand_of(worker, {}),
                 has_share=engine not in _NO_SHARE,
                 share_of_free=engine == _OF_FREE,
+                usual_share=usual_share(engine),
             )
         )
         for worker in workers
     ]
+
+
+def usual_share(engine: str) -> float:
+    """Return the engine's default share of a card; 0 where it takes none or chooses it by the card (SGLang)."""
+    return DEFAULT_UTILIZATION["vllm"] if engine in ("vllm", "ray_vllm", "nim") else 0.0
 
 
 def card_ledgers(analysis: Analysis) -> list[CardLedger]:
@@ -149,6 +102,8 @@ def stated_of(worker: StartMemory) -> dict[str, Value]:
 def by_hand_of(worker: StartMemory | None, values: Mapping[str, Value]) -> str:
     """Return how the user set the pool's size; "" where the engine chose it."""
     override = values.get("num_gpu_blocks_override")
+    if not isinstance(override, Reading) and worker is not None and "blocks" in worker.parts:
+        override = worker.parts["blocks"].to_value()
     if isinstance(override, Reading):
         return f"num_gpu_blocks_override {units.show(override.value, override.unit)}"
     asked = worker.parts["by_hand"].to_value() if worker is not None and "by_hand" in worker.parts else None
@@ -158,8 +113,13 @@ def by_hand_of(worker: StartMemory | None, values: Mapping[str, Value]) -> str:
 def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequence[StartMemory]) -> list[CardLedger]:
     ours = set().union(*memory.pids.values()) if memory.pids else set()
     cards = sorted(memory.cards.items(), key=lambda item: (item[1][1].host, item[1][1].index))
-    served = [key for key, (_, card) in cards if ours & card.processes.keys()]
+    owners = {key: number for number, pids in memory.pids.items() for key, (_, card) in cards if pids & card.processes.keys()}
+    served = [key for key, _ in cards if key in owners]
     workers, notes = _place(cards, served, start, values)
+    splits = {number: _split(run, number, start, [key for key in served if owners[key] == number], cards) for number in {*owners.values(), 0}}
+    if not served and _fills(run, splits[0], len(cards)):
+        # the driver names no process, and the engine needs as many cards as there are: each of them is this server's
+        owners = {key: 0 for key, _ in cards}
     found = []
     for key, (wall_s, card) in cards:
         mine = {pid: held for pid, held in card.processes.items() if pid in ours}
@@ -177,10 +137,20 @@ def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequ
             measured["server"] = measured["others"] = Missing(reason)
         worker = workers.get(key)
         stated = stated_of(worker) if worker is not None else {}
-        if key in served or (worker is not None and not served) or (not served and len(cards) == 1):
-            stated = _with_server(stated, values, alone=len(served or cards) == 1)
+        computed: dict[str, Value] = {}
+        server = owners.get(key)
+        told: Mapping[str, Value] = values
+        if server is not None or (worker is not None and not served) or (not served and len(cards) == 1):
+            number = server if server is not None else 0
+            told = _values_of(run, values, number)
+            beside = [one for one, _ in cards if owners.get(one) == server]
+            engines = _engines(run, number)
+            stated = _with_server(stated, told, run.record.engine, engines, alone=len(beside if server is not None else cards) == 1)
+            rank = beside.index(key) if key in beside else 0
+            computed = computed_parts(run.record.model_parts, splits.get(number, splits[0]), _blocks_of(told), engines, rank)
         elif not stated:
             stated = {"utilization": Missing("this server has no process on this card")}
+        spread = computed.pop("weights.spread", None)
         found.append(
             reconcile(
                 Facts(
@@ -188,15 +158,38 @@ def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequ
                     GPU,
                     measured,
                     stated,
-                    by_hand=by_hand_of(worker, values) if stated.keys() & {"pool"} else "",
+                    computed,
+                    {"weights": spread.number()} if isinstance(spread, Reading) else {},
+                    by_hand=by_hand_of(worker, told) if {"pool"} & {*stated, *computed} else "",
                     has_share=run.record.engine not in _NO_SHARE,
                     share_of_free=run.record.engine == _OF_FREE,
+                    usual_share=usual_share(run.record.engine),
                     wall_s=wall_s,
                     notes=(*notes, *_moved(memory.other_bytes.get(key))),
                 )
             )
         )
     return found
+
+
+def _split(run: Run, number: int, start: Sequence[StartMemory], mine: Sequence[tuple[str, str]], cards: Sequence[object]) -> Split | Missing:
+    """Return over how many GPUs one engine of a server is spread; where the driver names no process, its only card is taken for its own."""
+    seen = len(mine) or (1 if len(cards) == 1 else 0)
+    return split_of(run.record, [worker for worker in start if worker.endpoint == number], seen)
+
+
+def _fills(run: Run, split: Split | Missing, cards: int) -> bool:
+    return len(run.record.endpoints) <= 1 and isinstance(split, Split) and split.gpus * _engines(run, 0) == cards
+
+
+def _engines(run: Run, number: int) -> int:
+    """Return how many data-parallel engines a server has."""
+    return max(len(run.record.before[number].per_rank), 1) if number < len(run.record.before) else 1
+
+
+def _blocks_of(values: Mapping[str, Value]) -> Reading | Missing:
+    value = values.get("pool_blocks", Missing("the server does not tell the blocks of its pool"))
+    return Missing("the blocks of its pool are no number") if isinstance(value, Reading) and isinstance(value.value, str) else value
 
 
 def _moved(others: tuple[float, float] | None) -> tuple[str, ...]:
@@ -227,14 +220,19 @@ def _place(
     return dict(zip(candidates, workers, strict=True)), note
 
 
-def _with_server(stated: Mapping[str, Value], values: Mapping[str, Value], *, alone: bool) -> dict[str, Value]:
-    """Return what the log states with what the server itself states where the log does not: its share, and its pool where it has one card."""
+def _with_server(stated: Mapping[str, Value], values: Mapping[str, Value], engine: str, engines: int, *, alone: bool) -> dict[str, Value]:
+    """Return what the log states with what the server itself states where the log does not: its share, its weights, and its pool where that is of one card."""
     found = dict(stated)
-    for part, name in (("utilization", "gpu_memory_utilization"), *((("pool", "pool_bytes"),) if alone else ())):
+    pool = values.get("pool_bytes")
+    if engine in _PER_RANK and engines > 1 and not alone and isinstance(pool, Reading):
+        values = {**values, "pool_bytes": Reading(pool.number() / engines, "bytes", f"{pool.source}, one of {engines} engines")}
+    one = alone or engine in _PER_RANK or (isinstance(pool, Reading) and pool.source.endswith("(one worker)"))
+    weights = (("weights", "weights_bytes"),) if alone or engine in _PER_RANK else ()
+    for part, name in (("utilization", "gpu_memory_utilization"), *((("pool", "pool_bytes"),) if one else ()), *weights):
         value = values.get(name)
         if not isinstance(found.get(part), Reading) and value is not None:
             found[part] = value
-    if not alone and not isinstance(found.get("pool"), Reading):
+    if not one and not isinstance(found.get("pool"), Reading):
         found["pool"] = Missing("the server states the memory of its pool, and not whether of one card or of all")
     return found
 
@@ -253,7 +251,10 @@ def _of_host(run: Run, values: Mapping[str, Value], memory: Memory, start: Seque
                 stated[name] = value
             else:
                 stated[name] = Reading(before.number() + value.number(), "bytes", f"the sum of {len(workers)} workers: {value.source}")
-    stated = _with_server(stated, _values_of(run, values, endpoint), alone=True)
+    told = _values_of(run, values, endpoint)
+    stated = _with_server(stated, told, run.record.engine, 1, alone=True)
+    computed = computed_parts(run.record.model_parts, Split(1, 1, "one memory"), _blocks_of(told), 1, 0)
+    spread = computed.pop("weights.spread", None)
     measured: dict[str, Value] = {
         "total": _bytes(row.total_bytes, "the kernel: memory of the machine"),
         "used": _bytes(row.total_bytes - row.available_bytes, "the kernel: total less available"),
@@ -269,7 +270,9 @@ def _of_host(run: Run, values: Mapping[str, Value], memory: Memory, start: Seque
             HOST,
             measured,
             stated,
-            by_hand=by_hand_of(workers[0] if workers else None, values),
+            computed,
+            {"weights": spread.number()} if isinstance(spread, Reading) else {},
+            by_hand=by_hand_of(workers[0] if workers else None, told),
             has_share=run.record.engine not in _NO_SHARE and dialect is not None,
             wall_s=wall_s,
             notes=tuple(notes),
@@ -320,25 +323,10 @@ def ledger_values(ledgers: Sequence[CardLedger], memory: Memory, since_s: float,
     ]
     lacking = squeezed if isinstance(squeezed, Missing) else expected if isinstance(expected, Missing) else none
     found["ledger.squeezed_share"] = max(shares, key=Reading.number) if shares else lacking
-    found["server.cpu_s"] = _cpu(memory, since_s, until_s)
+    found["server.cpu_s"] = cpu_seconds(memory, since_s, until_s)
     return found
 
 
 def _value(ledger: CardLedger, name: str) -> Value:
     found: Part | Value = getattr(ledger, name)
     return found.value if isinstance(found, Part) else found
-
-
-def _cpu(memory: Memory, since_s: float, until_s: float) -> Value:
-    """Return the CPU time that the servers' processes used over the load, read once a second and drawn straight between two looks."""
-    import numpy as np
-
-    if not memory.cpu_s:
-        return Missing("the server's processes are not on this machine, or not known")
-    total = 0.0
-    for looks in memory.cpu_s.values():
-        if len(looks) < 2:
-            return Missing("the server's processes were looked at only once")
-        wall, cpu = np.array(looks, dtype=np.float64).T
-        total += max(float(np.interp(until_s, wall, cpu) - np.interp(since_s, wall, cpu)), 0.0)
-    return Reading(total, "s", f"the kernel: CPU time of {len(memory.cpu_s)} server{'s' if len(memory.cpu_s) != 1 else ''}' processes over the load")

@@ -29,7 +29,9 @@ RESERVES_OUTPUT = ("output", "longest-output")
 """A request takes the room of its whole planned output when it starts."""
 RESERVES_LONGEST = ("longest", "longest-output")
 """Every request of a batch takes what the longest of them takes: of all its tokens, or of its prompt where the output is reserved as well."""
-_GROUPING: Mapping[str, Engine] = {"vllm": "vllm", "nim": "vllm", "ray_vllm": "vllm"}
+_LARGEST_BLOCK = 1024
+"""No attention kernel takes blocks of more tokens."""
+GROUPING: Mapping[str, Engine] = {"vllm": "vllm", "nim": "vllm", "ray_vllm": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,14 @@ def groups_of(config: Path, snapshot: SnapshotRecord) -> list[dict[str, int]]:
 
     Raises UsageError or CannotJudge for a file that cannot be read, and for an engine whose grouping is not known.
     """
-    if snapshot.engine not in _GROUPING:
+    if snapshot.engine not in GROUPING:
         raise UsageError(
             f"how {snapshot.engine or 'this engine'} groups layers is not known: --kv-model-config says nothing there", hint="leave it out"
         )
     told = {name: int(value.number()) for name in ("block_size", "max_model_len") if isinstance(value := snapshot.value(name), Reading)}
     caching = snapshot.value("prefix_caching")
     shape = EngineShape(
-        _GROUPING[snapshot.engine],
+        GROUPING[snapshot.engine],
         block_size=told.get("block_size"),
         max_model_len=told.get("max_model_len"),
         prefix_caching=not isinstance(caching, Reading) or caching.value not in (False, 0.0, "False", "false"),
@@ -171,13 +173,25 @@ def footprint(record: RunRecord, counts: str, layout: Layout | None = None) -> F
         return footprint_of(layout, reserves)
     if record.kv_groups:
         return Footprint(block, tuple(_group(one) for one in record.kv_groups), reserves)
-    planned, one = _planned_blocks(first), _plain_blocks(first, block)
+    planned, one = planned_blocks(first), _plain_blocks(first, block)
+    window = first.value("sliding_window")
+    if isinstance(window, Reading) and _slides(planned, one, block, int(window.number())):
+        return Footprint(block, (Group(block, window=int(window.number())),), reserves)
+    if planned == 1 and block > _LARGEST_BLOCK and one == 1:
+        # a block as long as the longest request: a state of fixed size, and no room for tokens that could be empty
+        return Footprint(block, (Group(block, fixed=1),), reserves)
     if planned and one and planned not in {one, one * max(len(first.per_rank), 1)}:
         return Missing(
             f"the engine plans {planned} blocks for one request at the longest length, and full attention in one group would take {one}:"
-            " the model has window or state layers, and which ones the Run does not say (--kv-model-config)"
+            f" the model has window or state layers, and which ones {'its config.json did not explain' if record.model_parts else 'the server does not say'};"
+            " name the model's config.json (--kv-model-config PATH, of diagnose --model-config PATH)"
         )
     return plain(block, reserves)
+
+
+def _slides(planned: int, one: int, block: int, window: int) -> bool:
+    """Say whether the engine charges a longest request for one group of sliding layers: its window, what is in flight, and one block more."""
+    return window > 0 and (not planned or min(-(-window // block), one) + 1 <= planned <= one + 1)
 
 
 def reserves_of(record: RunRecord) -> str:
@@ -194,7 +208,8 @@ def _group(one: Mapping[str, int]) -> Group:
     return Group(max(one.get("size", 1), 1), one.get("count", 1), one.get("window"), bool(one.get("chunked")), one.get("fixed"))
 
 
-def _planned_blocks(snapshot: SnapshotRecord) -> int:
+def planned_blocks(snapshot: SnapshotRecord) -> int:
+    """Return the blocks that the engine plans for one request of the longest length, by its own pool and concurrency; 0 where it does not tell them."""
     pool, requests = snapshot.value("pool_blocks"), snapshot.value("max_concurrency")
     if isinstance(pool, Missing) or isinstance(requests, Missing) or not requests.number() > 0:
         return 0

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 from pytest_kvcache import units
 from pytest_kvcache.analysis.accounting import Accounting
 from pytest_kvcache.analysis.demand import Demand
+from pytest_kvcache.analysis.holding import Footprint
+from pytest_kvcache.analysis.memory_seen import course
 from pytest_kvcache.quantities import Missing, Reading, Value
 
 if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
 
 MOST_LINES = 12
+MOST_NOTES = 4
 NAMES = ("pool against card", "payload against usage", "peak against pool")
+_MOVED = 64 << 20
 _WASTES = {
     "waste.rounding": "empty ends of last blocks",
     "waste.shared": "prefixes held once",
@@ -52,15 +56,36 @@ def _card(analysis: Analysis) -> Reconciliation:
             lines.append(", ".join(f"{part.title} {units.show_bytes(part.bytes or 0.0)} ({part.how})" for part in ledger.parts))
         if isinstance(ledger.idle_outside, Reading) and ledger.idle_outside.number() > 0:
             lines.append(f"{units.show_bytes(ledger.idle_outside.number())} are free and outside the engine's share")
+        lines += ledger.notes[:MOST_NOTES]
+    lines += _moved(analysis)
     lacking = ""
     if not analysis.ledgers:
         lacking = (
             "no card, no process of the server and no start-up log was seen; the log (--log FILE), DCGM (--dcgm-url), "
             "or looking from the server's own machine would tell it"
         )
-    elif all(isinstance(ledger.squeezed, Missing) for ledger in analysis.ledgers):
+    elif all(isinstance(ledger.squeezed, Missing) for ledger in analysis.ledgers) and any(
+        isinstance(part.value, Missing) for ledger in analysis.ledgers for part in (ledger.pool, ledger.weights)
+    ):
         lacking = "the server's start-up log would tell weights and pool (--log FILE)"
+        if not analysis.run.record.model_parts:
+            lacking += ", or the model's folder would let them be computed (--kv-model-config, of diagnose --model-config)"
     return Reconciliation(NAMES[0], tuple(lines), lacking)
+
+
+def _moved(analysis: Analysis) -> list[str]:
+    """Return how memory moved over the window, where it did."""
+    said = []
+    for line in (*analysis.timeline.cards, *analysis.timeline.hosts)[:MOST_LINES]:
+        server = course(line, "server") or course(line, "used")
+        if server is None or server.most - server.least < _MOVED:
+            continue
+        whose = "this server's processes" if course(line, "server") is not None else "what is in use"
+        said.append(
+            f"{line.label}: {whose} went from {units.show_bytes(server.first)} to {units.show_bytes(server.last)} over the window, at most"
+            f" {units.show_bytes(server.most)}"
+        )
+    return said
 
 
 def _payload(analysis: Analysis) -> Reconciliation:
@@ -69,9 +94,10 @@ def _payload(analysis: Analysis) -> Reconciliation:
     if not isinstance(sent, Reading) or not sent.number():
         lines = [f"usage up to {_say(analysis, 'usage.peak')} with at most {_say(analysis, 'running.peak')} running"]
         if isinstance(slots, Reading) and isinstance(running, Reading) and running.number():
-            lines.append(
-                f"a running request held {units.show(round(slots.number()), 'tokens')} of the pool on average at the highest level: its length is at most that"
-            )
+            shape = analysis.accounting.footprint if isinstance(analysis.accounting, Accounting) else None
+            bound = ": its length is at most that" if isinstance(shape, Footprint) and shape.full else ""
+            held = f"a running request held {units.show(round(slots.number()), 'tokens')} of the pool on average at the highest level{bound}"
+            lines.append(held if bound else f"{held}; window or state layers hide its length")
         return Reconciliation(
             NAMES[1],
             tuple(lines),

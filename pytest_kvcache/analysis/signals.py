@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvcache.analysis.holding import Footprint
+from pytest_kvcache.analysis.holding import Footprint, planned_blocks
 from pytest_kvcache.analysis.ledger import GPU, CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, pool_of
 from pytest_kvcache.analysis.prefixes import Prefixes
@@ -278,10 +278,12 @@ def _room(seen: Seen) -> dict[str, Value]:
         usage = one.column("usage")[pressed]
         pool = pool_of(seen.record.before[number]) if number < len(seen.record.before) else None
         longest = _of_server(seen, number, "max_model_len")
-        if isinstance(seen.shape, Missing) or pool is None or longest is None or not np.isfinite(usage).any():
+        planned = float(planned_blocks(seen.record.before[number])) if number < len(seen.record.before) else 0.0
+        if not (isinstance(seen.shape, Footprint) or planned > 0) or pool is None or longest is None or not np.isfinite(usage).any():
             reason = Missing("usage, pool or the longest length is not told") if reason is None else reason
             continue
-        need = float(seen.shape.blocks(np.array([longest]))[0])
+        # of a model whose layers are not known the engine's own plan for its longest request is known all the same
+        need = float(seen.shape.blocks(np.array([longest]))[0]) if isinstance(seen.shape, Footprint) else planned
         if need > 0:
             fits.append(pool / need)
             rooms.append(pool * (1.0 - min(_usual(seen, usage), 1.0)) / need)

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvcache.analysis.accounting import Accounting, account
 from pytest_kvcache.analysis.answers import answer_values
 from pytest_kvcache.analysis.balance import Balance, balance_values, no_balance, read_balance
-from pytest_kvcache.analysis.cards import ledger_values, read_ledgers, read_telemetry_memory
+from pytest_kvcache.analysis.cards import ledger_values, read_ledgers
 from pytest_kvcache.analysis.client import client_values, read_client
 from pytest_kvcache.analysis.demand import Demand, demand, lanes_of
 from pytest_kvcache.analysis.facts import gather
-from pytest_kvcache.analysis.holding import footprint
+from pytest_kvcache.analysis.holding import Footprint, footprint
 from pytest_kvcache.analysis.ledger import CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, config_values, idle_values, levels
+from pytest_kvcache.analysis.memory_seen import MemoryLine, memory_lines, read_telemetry_memory
 from pytest_kvcache.analysis.payload import REFUSED, Payload, bounded_by_pool, payload
 from pytest_kvcache.analysis.phases import Phases, phases
 from pytest_kvcache.analysis.prefixes import Prefixes, prefixes
 from pytest_kvcache.analysis.requests import rejections, request_values
 from pytest_kvcache.analysis.rows import Rows, read_rows
-from pytest_kvcache.analysis.series import Card, Series, read_series
+from pytest_kvcache.analysis.series import Series, read_series
 from pytest_kvcache.analysis.signals import Seen, signals
 from pytest_kvcache.analysis.soundness import Facts, Limits, Problem, problems
 from pytest_kvcache.analysis.stalls import Pause, longest_pauses, put_back
@@ -39,22 +40,10 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-__all__ = ["Analysis", "CardLine", "Problem", "Timeline", "analyse"]
+__all__ = ["Analysis", "MemoryLine", "Problem", "Timeline", "analyse"]
 
 
 _NO_LOAD = Missing("no load was run")
-
-
-@dataclass(frozen=True)
-class CardLine:
-    """The memory of one card over time, in bytes, on the clock of the Timeline that holds it. ``label`` names it for people."""
-
-    label: str
-    uuid: str
-    t_s: list[float]
-    used: list[float]
-    free: list[float]
-    total: list[float]
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ class Timeline:
     ``used`` and ``free`` are in ``unit`` (blocks, tokens, or empty where the engine tells neither). ``payload_tokens`` is the lower
     bound from our own log, ``payload_upper`` the upper. ``endpoints`` holds one Timeline per server where there are several, ``ranks``
     one per engine rank of a server that has several (NaN for the payload: a client does not know which rank served it), ``cards`` the
-    cards that the driver told of. ``label`` names a server or rank.
+    cards that the driver told of, ``hosts`` each server's processes in the machine's memory. ``label`` names a server or rank.
     """
 
     t_s: list[float] = field(default_factory=list)
@@ -79,7 +68,8 @@ class Timeline:
     endpoints: tuple[Timeline, ...] = ()
     label: str = ""
     ranks: tuple[Timeline, ...] = ()
-    cards: tuple[CardLine, ...] = ()
+    cards: tuple[MemoryLine, ...] = ()
+    hosts: tuple[MemoryLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,13 +178,14 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     values.update(signals(Seen(record, values, series, rows, window, seen, shape, ledgers, shared)))
     for lane, headroom in lanes_of(asked_for, rows.lanes).items():
         lanes[lane]["headroom"] = headroom
-    values["payload.peak"] = bounded_by_pool(values["payload.peak"], values, seen.counts, taken.sharing)
+    if isinstance(shape, Footprint) and shape.full:  # a window or a state lets a request be longer than what it holds
+        values["payload.peak"] = bounded_by_pool(values["payload.peak"], values, seen.counts, taken.sharing)
     return Analysis(
         run,
         values,
         lanes=lanes,
         rejections=rejected,
-        timeline=_timeline(series, seen, window, rows, load, lost),
+        timeline=_timeline(series, seen, window, rows, load, lost, memory_lines(memory, series, window.since_s)),
         quality=quality,
         problems=problems(facts, limits),
         facts=facts,
@@ -233,7 +224,7 @@ def _measured_until(run: Run, window: Window) -> float:
     return min(window.since_s + float(planned), window.until_s)
 
 
-def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows, load: Payload, lost: Any) -> Timeline:
+def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows, load: Payload, lost: Any, lines: Sequence[MemoryLine]) -> Timeline:
     step = max(3.0 / window.hz, 1.0) if window.hz else 2.0
     parts: tuple[Timeline, ...] = ()
     if len(series) > 1:
@@ -247,18 +238,14 @@ def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows
         )
     whole = _columns(seen.wall_s, lambda name: seen.columns[name], window, seen.counts, step, load)
     ranks = _ranks(series[0], window, seen.counts, step) if len(series) == 1 else ()
-    return replace(whole, endpoints=parts, ranks=ranks, cards=tuple(_card(card, window) for one in series for card in one.cards))
+    cards, hosts = (tuple(line for line in lines if line.kind == kind) for kind in ("gpu", "host"))
+    return replace(whole, endpoints=parts, ranks=ranks, cards=cards, hosts=hosts)
 
 
 def _ranks(one: Series, window: Window, unit: str, step_s: float) -> tuple[Timeline, ...]:
     if len(one.parts) < 2:
         return ()
     return tuple(replace(_columns(part.wall_s, part.column, window, unit, step_s, None), label=f"rank {rank}") for rank, part in one.parts.items())
-
-
-def _card(card: Card, window: Window) -> CardLine:
-    label = f"GPU {card.index} {card.name}" + (f" on {card.host}" if card.host else "")
-    return CardLine(label, card.uuid, (card.wall_s - window.since_s).tolist(), card.used.tolist(), card.free.tolist(), card.total.tolist())
 
 
 def _columns(wall_s: Floats, column: Callable[[str], Floats], window: Window, unit: str, step_s: float, load: Payload | None) -> Timeline:

@@ -77,7 +77,7 @@ def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
 
 
 def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -> Architecture:
-    text, model_type = _text_model(raw)
+    text, model_type = text_model(raw)
     architectures = raw.get("architectures") if isinstance(raw.get("architectures"), list) else []
     model_type = (
         assume.get("model_type")
@@ -125,7 +125,7 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
     )
 
 
-def _text_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def text_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the configuration of the text model, and its model_type: a file of several modalities nests it, some twice."""
     model_type = str(raw.get("model_type") or "")
     found: Mapping[str, Any] = raw

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pytest_kvcache.engines._dialect import Derived, Dialect
 from pytest_kvcache.engines._parts import Parts
-from pytest_kvcache.engines._reading import LATEST, LEAST, REASON_LIMIT, SAME, View, notes_of, plain, samples_of, version_of
+from pytest_kvcache.engines._reading import LATEST, LEAST, MOST, REASON_LIMIT, SAME, View, notes_of, plain, samples_of, version_of
 from pytest_kvcache.engines._state import RawState
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 
@@ -95,6 +95,8 @@ def _combine(name: str, views: Sequence[View], names: Sequence[str]) -> Value:
         rule = ("least", min)
     elif name in LATEST:
         rule = ("latest", max)
+    elif name in MOST:
+        rule = ("most", max)
     total = rule[1](numbers)
     return Reading(plain(total, first.unit), first.unit, f"{rule[0]} over {many} engines of {first.source}", first.wall_s)
 

@@ -19,10 +19,11 @@ from pytest_kvcache.units import HUGE
 FULL = 1.0001
 REASON_LIMIT = 300
 # How the parts of a server make a whole: what must agree, of which the least or the latest counts, and what adds. Usage is weighted.
-SAME = frozenset({"block_size", "kv_dtype", "prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"})
+SAME = frozenset({"block_size", "kv_dtype", "prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override", "sliding_window"})
 LEAST = frozenset({"max_model_len"})
 LATEST = frozenset({"start_time"})
-ADDED = frozenset(QUANTITIES) - SAME - LEAST - LATEST - {"usage"}
+MOST = frozenset({"weights_bytes"})
+ADDED = frozenset(QUANTITIES) - SAME - LEAST - LATEST - MOST - {"usage"}
 
 
 def _most(unit: str) -> float:

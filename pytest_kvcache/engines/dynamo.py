@@ -167,6 +167,8 @@ DIALECT = Dialect(
         ),
         "pool_tokens": Derived("pool_blocks x block_size", View.pool_in_tokens),
         "pool_bytes": absent("Dynamo does not state the memory of a pool"),
+        "weights_bytes": absent("Dynamo does not state the memory of weights"),
+        "sliding_window": InfoLabel("vllm:cache_config_info", "sliding_window"),
         "max_concurrency": absent("Dynamo gives no such figure"),
         "max_model_len": Series(("dynamo_frontend_model_context_length", "sglang:context_len"), shared=True, hint="the frontend tells it"),
         "max_num_seqs": Series(("dynamo_frontend_model_max_num_seqs",), shared=True, hint="the frontend tells it, of the first worker"),

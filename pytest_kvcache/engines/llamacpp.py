@@ -206,6 +206,8 @@ DIALECT = Dialect(
         "num_gpu_blocks_override": _NO_BLOCKS,
         "pool_tokens": Derived("start-up log: cells of all streams; else n_ctx of /slots, where there is one slot", _pool_tokens),
         "pool_bytes": first_of(LogFact(), absent("llama.cpp states the pool's bytes in its start-up log only")),
+        "weights_bytes": JsonField("/v1/models", ("data", 0, "meta", "size")),
+        "sliding_window": absent("llama.cpp tells no window: its log prints a cache for such layers"),
         "max_concurrency": absent("llama.cpp gives no such figure: its seats are its slots"),
         "max_model_len": first_of(
             JsonField("/props", ("default_generation_settings", "n_ctx")),

@@ -73,6 +73,8 @@ DIALECT = dataclasses.replace(
         "block_size": InfoLabel(_INFO, "block_size"),
         "pool_tokens": Derived("pool_blocks x block_size", View.pool_in_tokens),
         "pool_bytes": cannot_happen("a simulator holds no KV cache"),
+        "weights_bytes": cannot_happen("a simulator loads no model"),
+        "sliding_window": cannot_happen("a simulator has no layers"),
         "max_concurrency": absent(_NOT_TOLD),
         "max_num_seqs": absent(_NOT_TOLD),
         "kv_dtype": cannot_happen("a simulator holds no KV cache"),

@@ -40,6 +40,8 @@ DIALECT = Dialect(
         "block_size": first_of(LogFact(), absent("cache_block_seq_len (default 64) stands in its configuration")),
         "pool_tokens": first_of(LogFact(), absent(_NO_POOL)),
         "pool_bytes": first_of(LogFact(), absent(_NO_POOL)),
+        "weights_bytes": absent("LMDeploy does not state the memory of its weights"),
+        "sliding_window": absent("LMDeploy does not tell a window"),
         "max_concurrency": absent("LMDeploy gives no such figure"),
         "max_model_len": first_of(LogFact(), absent("LMDeploy's /v1/models states no length; session_len stands in its configuration")),
         "max_num_seqs": first_of(LogFact(), absent("max_batch_size stands in its configuration")),

@@ -37,6 +37,8 @@ DIALECT = Dialect(
         "block_size": absent(_NO_POOL),
         "pool_tokens": absent(_NO_POOL),
         "pool_bytes": absent(_NO_POOL),
+        "weights_bytes": absent("NIM does not state the memory of weights"),
+        "sliding_window": absent("NIM does not tell a window"),
         "max_concurrency": absent("NIM gives no such figure"),
         "max_model_len": first_of(JsonField("/v1/models", ("data", 0, "max_model_len")), absent("/v1/models states no max_model_len")),
         "max_num_seqs": Series(("num_request_max",)),

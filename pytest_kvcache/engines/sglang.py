@@ -59,7 +59,8 @@ def _rows(raw: RawState) -> dict[str, list[Sample]]:
     for rank, load, count in _listed(_part(raw.json.get("/v1/loads"), "loads")):
         add("/v1/loads", load.get("dp_rank", rank), count, {field: load.get(field) for field in _LOAD_FIELDS})
         memory = load.get("memory")
-        add("/v1/loads", load.get("dp_rank", rank), count, {"kv_cache_gb": memory.get("kv_cache_gb") if isinstance(memory, dict) else None})
+        told = memory if isinstance(memory, dict) else {}
+        add("/v1/loads", load.get("dp_rank", rank), count, {name: told.get(name) for name in ("kv_cache_gb", "weight_gb")})
     for rank, load, count in _listed(raw.json.get("/get_load")):
         waiting, both = load.get("num_waiting_reqs"), load.get("num_reqs")
         running = both - waiting if isinstance(both, int) and isinstance(waiting, int) else None
@@ -70,7 +71,7 @@ def _rows(raw: RawState) -> dict[str, list[Sample]]:
         for rank, state, count in states:
             memory = state.get("memory_usage")
             told = memory if isinstance(memory, dict) else {}
-            values = {"token_capacity": told.get("token_capacity"), "kvcache": told.get("kvcache")}
+            values = {name: told.get(name) for name in ("token_capacity", "kvcache", "weight")}
             add(path, rank, count, {**values, "max_running": state.get("effective_max_running_requests_per_dp")})
         if f"{path} token_capacity" not in made and _part(body, "dp_size") in {None, 1}:
             add(path, 0, 1, {"max_total_num_tokens": _part(body, "max_total_num_tokens")})
@@ -252,6 +253,10 @@ DIALECT = Dialect(
             ),
             LogFact(),
         ),
+        "weights_bytes": Series(
+            ("/v1/loads weight_gb", "/server_info weight", "/get_server_info weight"), scale=_GIB, hint="of one tensor-parallel rank"
+        ),
+        "sliding_window": absent("SGLang tells no window: it has a pool of its own for such layers"),
         "max_concurrency": absent("SGLang gives no such figure"),
         "max_model_len": first_of(
             Derived("/v1/models data[].max_model_len of the base model", View.listed_length),

@@ -67,6 +67,8 @@ DIALECT = Dialect(
         "num_gpu_blocks_override": cannot_happen("TGI sizes its pool in tokens"),
         "pool_tokens": first_of(Series((_POOL,)), LogFact(), JsonField("/info", ("max_batch_total_tokens",))),
         "pool_bytes": first_of(LogFact(), absent("TGI does not state the memory of its pool")),
+        "weights_bytes": absent("TGI does not state the memory of its weights"),
+        "sliding_window": absent("TGI does not tell a window"),
         "max_concurrency": absent("TGI gives no such figure"),
         "max_model_len": first_of(JsonField("/info", ("max_total_tokens",)), LogFact()),
         "max_num_seqs": absent("TGI bounds its batch by tokens; max_concurrent_requests is the limit of its queue"),

@@ -80,6 +80,8 @@ DIALECT = Dialect(
         "block_size": first_of(_block("tokens_per"), LogFact()),
         "pool_tokens": Derived("max blocks x tokens_per", _pool_tokens, _BLOCK_NAMES),
         "pool_bytes": first_of(LogFact(), absent("the backend's memory figures are of its runtime, not of its pool")),
+        "weights_bytes": absent("the backend's memory figures are of its runtime, not of its weights"),
+        "sliding_window": absent("the backend does not tell a window"),
         "max_concurrency": absent("the backend gives no such figure"),
         "max_model_len": first_of(LogFact(), absent("it stands in the model's configuration (max_tokens_in_paged_kv_cache, max_seq_len)")),
         "max_num_seqs": _request("max"),

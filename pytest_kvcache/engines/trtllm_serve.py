@@ -149,6 +149,8 @@ DIALECT = Dialect(
         ),
         "pool_tokens": first_of(Derived("pool_blocks x block_size", View.pool_in_tokens), LogFact()),
         "pool_bytes": first_of(LogFact(), absent("TensorRT-LLM states the pool's bytes in its start-up log only")),
+        "weights_bytes": absent("TensorRT-LLM does not state the memory of its weights there"),
+        "sliding_window": absent("trtllm-serve does not tell a window"),
         "max_concurrency": absent("TensorRT-LLM gives no such figure"),
         "max_model_len": first_of(LogFact(), absent("no endpoint of trtllm-serve states max_seq_len: its start-up log does")),
         "max_num_seqs": first_of(_both("trtllm_max_num_active_requests", "maxNumActiveRequests"), LogFact()),

@@ -170,12 +170,18 @@ def _pool_product(view: View) -> Value:
 
 
 def _pool_bytes(view: View) -> Value:
-    """``kv_cache_memory_bytes`` of one worker, times the workers whose total the log states; stale once the blocks are overridden."""
-    override = view.value("num_gpu_blocks_override")
-    if isinstance(override, Reading):
-        return Missing("num_gpu_blocks_override is set: kv_cache_memory_bytes does not describe the pool that is in use")
-    source, text = view.label(INFO, "kv_cache_memory_bytes")
+    """``kv_cache_memory_bytes`` of one worker, times the workers whose total the log states. Once the blocks are overridden it is stale: the log alone tells."""
     stated = view.apply(LogFact(), "pool_bytes")
+    if _is_asleep(view):
+        return Missing("the engine sleeps (vllm:engine_sleep_state): its pool is not there")
+    if isinstance(view.value("num_gpu_blocks_override"), Reading):
+        if isinstance(stated, Reading):
+            return stated
+        return Missing(
+            "num_gpu_blocks_override is set: kv_cache_memory_bytes does not describe the pool that is in use; the start-up log tells how many"
+            " blocks the memory would have held, and the model's config.json how many bytes a block has"
+        )
+    source, text = view.label(INFO, "kv_cache_memory_bytes")
     if isinstance(text, Missing):
         return stated if isinstance(stated, Reading) else Missing(f"{text.reason}; {stated.reason}")
     if not text.isdecimal() or not int(text):
@@ -324,6 +330,8 @@ DIALECT = Dialect(
         "pool_bytes": Derived(
             "vllm:cache_config_info{kv_cache_memory_bytes}, unless num_gpu_blocks_override is set; else start-up log", _pool_bytes, (INFO,)
         ),
+        "weights_bytes": absent("vLLM states its weights in the start-up log of each worker only"),
+        "sliding_window": InfoLabel(INFO, "sliding_window"),
         "max_concurrency": first_of(InfoLabel(INFO, "kv_cache_max_concurrency"), LogFact()),
         "max_model_len": first_of(Derived("/v1/models data[].max_model_len of the base model", View.listed_length), LogFact()),
         "max_num_seqs": first_of(LogFact(), absent("vLLM exports no max_num_seqs; only the start-up log may state it")),

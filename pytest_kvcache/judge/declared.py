@@ -12,7 +12,7 @@ from pytest_kvcache.analysis.soundness import Problem
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading, Value
 from pytest_kvcache.records import ConfigChange, RunRecord
 
-SIZES = frozenset({"pool_blocks", "usable_blocks", "pool_tokens", "pool_bytes", "max_concurrency"})
+SIZES = frozenset({"pool_blocks", "usable_blocks", "pool_tokens", "pool_bytes", "weights_bytes", "max_concurrency"})
 """What follows from other settings: the pool is what they leave of the card."""
 
 _RESIZES_NOTHING = frozenset({"prefix_caching", "reset_cache"})

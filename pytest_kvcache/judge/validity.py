@@ -45,7 +45,7 @@ def _mixed(what: str) -> Problem:
 
 def _per_launch(name: str, analyses: Sequence[Analysis]) -> bool:
     """Return whether a difference is what restarts alone bring: an engine that sizes its pool by free memory finds another each time."""
-    return name in {"pool_blocks", "usable_blocks", "pool_tokens", "pool_bytes", "max_concurrency"} and launches(analyses) > 1
+    return name in {"pool_blocks", "usable_blocks", "pool_tokens", "pool_bytes", "weights_bytes", "max_concurrency"} and launches(analyses) > 1
 
 
 def launches(analyses: Sequence[Analysis]) -> int:

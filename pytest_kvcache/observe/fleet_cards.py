@@ -7,7 +7,7 @@ The exporters are other targets than the engines, so the fleet's selector does n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pytest_kvcache.engines import Sample, Samples, clean
 from pytest_kvcache.observe.dcgm import FAMILIES, HOSTS, read_dcgm
@@ -30,11 +30,12 @@ class CardWindow:
 
 @dataclass(frozen=True)
 class Cards:
-    """The cards of a fleet. ``rows`` are those of the last point; ``note`` says how they were found, or why there are none."""
+    """The cards of a fleet. ``rows`` are those of the last point, ``points`` those of each with its moment; ``note`` says how they were found, or why there are none."""
 
     rows: list[GpuRow]
     windows: list[CardWindow]
     note: str = ""
+    points: list[tuple[float, list[GpuRow]]] = field(default_factory=list)
 
 
 def read_cards(
@@ -67,21 +68,23 @@ def _read(server: Prometheus, targets: Sequence[Labels], start_wall_s: float, en
     if len(by_time) * len(chosen) > MOST_LOOKS:
         raise TooMany("too many cards x points", hint="a longer step, a shorter window or a narrower --cards")
     rows: list[GpuRow] = []
+    each: list[tuple[float, list[GpuRow]]] = []
     seen: dict[tuple[str, str, int, str], CardWindow] = {}
     missing = ""
-    for _, families in sorted(by_time.items()):
+    for at, families in sorted(by_time.items()):
         found = read_dcgm(Samples(families, frozenset(families)))
         if isinstance(found, Missing):
             missing = found.reason
             continue
         rows = found
+        each.append((at, found))
         for row in found:
             key = (row.host, row.uuid, row.index, row.labels.get("mig_instance", ""))
             before = seen.get(key)
             fullest = row if before is None or row.used_bytes > before.card.used_bytes else before.card
             least = row.free_bytes if before is None else min(before.least_free_bytes, row.free_bytes)
             seen[key] = CardWindow(fullest, least, 1 if before is None else before.points + 1)
-    return Cards(rows, list(seen.values()), f"{how}{f'; at some points they could not be read: {missing}' if missing else ''}")
+    return Cards(rows, list(seen.values()), f"{how}{f'; at some points they could not be read: {missing}' if missing else ''}", each)
 
 
 def _of_fleet(

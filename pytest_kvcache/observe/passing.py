@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from pytest_kvcache.observe.prometheus import Prometheus, Target
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
 from pytest_kvcache.quantities import QUANTITIES
-from pytest_kvcache.records import SCHEMA_VERSION, RunRecord, SnapshotRecord, StartMemory, TelemetryRow
+from pytest_kvcache.records import SCHEMA_VERSION, GpuRow, RunRecord, SnapshotRecord, StartMemory, TelemetryRow
 from pytest_kvcache.runfolder import Run, encode_line, write_atomic, write_run
 from pytest_kvcache.server.endpoint import Endpoint
 from pytest_kvcache.server.startlog import read_log_head, redact
@@ -129,10 +130,7 @@ def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, ste
     for number, own in enumerate(seen):
         rows += [msgspec.structs.replace(row, endpoint=number) for row in own]
     rows.sort(key=lambda row: row.wall_s)
-    full = [window.card for window in found.windows]
-    first = next((index for index, row in enumerate(rows) if row.endpoint == 0 and not row.error), None)
-    if full and first is not None:
-        rows[first] = msgspec.structs.replace(rows[first], gpus=full)
+    rows = _with_cards(rows, found.points)
     write_atomic(folder / "telemetry.jsonl", b"".join(map(encode_line, rows)))
     names = [target.name for target in targets]
     return _keep(folder, before, after, start_s, end_s, 1.0 / apart_s, names, notes, [])
@@ -142,6 +140,20 @@ def _apart(seen: Sequence[Sequence[TelemetryRow]], length_s: float) -> float:
     """Return the median time between two looks at a target, in seconds; the window's length where none was looked at twice."""
     apart = [after.wall_s - before.wall_s for rows in seen for before, after in pairwise([row for row in rows if not row.error])]
     return statistics.median(apart) if apart else max(length_s, 1.0)
+
+
+def _with_cards(rows: list[TelemetryRow], points: Sequence[tuple[float, list[GpuRow]]]) -> list[TelemetryRow]:
+    """Return the rows with the cards of each point beside the first server's row of that moment, or the nearest; of two there the fuller cards."""
+    places = [index for index, row in enumerate(rows) if row.endpoint == 0 and not row.error]
+    moments = [rows[index].wall_s for index in places]
+    found = list(rows)
+    for wall_s, cards in points if places else ():
+        after = min(bisect.bisect_left(moments, wall_s), len(moments) - 1)
+        near = after if after == 0 or moments[after] - wall_s <= wall_s - moments[after - 1] else after - 1
+        there = found[places[near]]
+        if sum(card.used_bytes for card in cards) >= sum(card.used_bytes for card in there.gpus):
+            found[places[near]] = msgspec.structs.replace(there, gpus=cards)
+    return found
 
 
 def _at(server: Prometheus, targets: Sequence[Target], wall_s: float, instead: Sequence[SnapshotRecord] = ()) -> list[SnapshotRecord]:

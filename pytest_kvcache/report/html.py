@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pytest_kvcache import __version__, units
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import GateRecord
-from pytest_kvcache.report import answers, charts, diagnosed, knee, memory, sections, svg, taken
+from pytest_kvcache.report import answers, charts, diagnosed, knee, memory, memory_time, sections, svg, taken
 from pytest_kvcache.report import pairs as paired
 from pytest_kvcache.report.escape import block, plain
 from pytest_kvcache.report.model import (
@@ -76,6 +76,7 @@ def report(view: SessionView) -> str:
     gates = in_order(verdict.gates)
     css = (Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
     timelines, undrawn = _timelines(view)
+    over_time = memory_time.over_time(view)
     methods = list(dict.fromkeys(method for gate in gates if (method := plain(gate.method, 300))))[:20]
     context: dict[str, Any] = {
         "css": Markup(css),  # noqa: S704 (our own file)
@@ -103,6 +104,8 @@ def report(view: SessionView) -> str:
         "payload": taken.payload_table(view),
         "demand": taken.demand_table(view),
         "ledgers": memory.ledgers(view),
+        "memory_charts": [_drawn(one.draw, side=one.side, caption=one.caption) for one in over_time.charts],
+        "memory_courses": over_time.table,
         "diagnosed": diagnosed.section(view),
         "sweep": memory.sweep_table(view),
         "search": _search(view),

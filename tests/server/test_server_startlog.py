@@ -43,7 +43,14 @@ def values(text: str) -> dict[str, float | str | bool]:
         ),
         (
             "vllm-0.32.0-cpu-fail-kv-too-small",
-            {"max_model_len": 4096, "num_gpu_blocks_override": 4, "pool_blocks": 4, "kv_dtype": "auto", "prefix_caching": True},
+            {
+                "max_model_len": 4096,
+                "num_gpu_blocks_override": 4,
+                "pool_blocks": 4,
+                "pool_bytes": 4 * 131_072.0,
+                "kv_dtype": "auto",
+                "prefix_caching": True,
+            },
         ),
         (
             "llamacpp-unified-q8_0",

@@ -14,11 +14,12 @@ from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import StartMemory, ValueRecord
 from pytest_kvcache.server.redaction import redact
 from pytest_kvcache.server.rootcause import log_lines
+from pytest_kvcache.server.startlogs.overrides import ASKED, OVERRIDE, Room, pair
 from pytest_kvcache.server.startlogs.reading import FLOAT
 
 _GIB, _MIB = float(1 << 30), float(1 << 20)
 _MOST_WORKERS = 4096
-_HINT = re.compile(r"GiB|GB|MiB|bytes|emory|CUDA KV cache|LLM engine|server_args=", re.IGNORECASE)
+_HINT = re.compile(r"GiB|GB|MiB|bytes|emory|CUDA KV cache|LLM engine|server_args=|Overriding num_gpu_blocks", re.IGNORECASE)
 _START = re.compile(r"Initializing an? [^\n]{0,80}LLM engine |server_args=ServerArgs\(|vLLM API server version ")
 _WORKER = re.compile(r"\(((?:Vllm)?(?:Ray)?Worker[\w =]{0,60}?|EngineCore(?:_DP[0-9]{1,5})?)(?:,? ?pid=([0-9]{1,9}))?(?:, ip=[0-9a-fA-F.:]{1,45})?\)")
 _RANK = re.compile(r"^\W{0,3}[0-9-]{8,10} [0-9:.,]{5,16}((?: [A-Z]{2,5}[0-9]{1,4}){1,6})\]")
@@ -45,6 +46,7 @@ _ONE: tuple[tuple[str, re.Pattern[str], float], ...] = (
     ("graphs", re.compile(rf"\b{FLOAT} GiB for CUDAGraph memory"), _GIB),
     ("graphs", re.compile(rf"Graph capturing finished in [0-9.]{{1,12}} secs, took {FLOAT} GiB"), _GIB),
     ("graphs", re.compile(rf"CUDA graph pool memory: {FLOAT} GiB \(actual\)"), _GIB),
+    ("graphs_planned", re.compile(rf"CUDA graph pool memory: [0-9.]{{1,20}} GiB \(actual\), {FLOAT} GiB \(estimated\)"), _GIB),
     ("graphs", re.compile(rf"Capture cuda graph end\.[^\n]{{0,80}}?\bmem usage={FLOAT} ?GB"), _GIB),
     ("total", re.compile(rf"\btotal_gpu_memory[ =]\(?{FLOAT} ?GiB"), _GIB),
     ("total", re.compile(rf"Free memory on device[^(]{{0,40}}\([0-9.]{{1,20}}/{FLOAT} GiB\)"), _GIB),
@@ -68,15 +70,26 @@ _ONE: tuple[tuple[str, re.Pattern[str], float], ...] = (
     ("utilization", re.compile(rf"\bgpu_memory_utilization={FLOAT}\s*$"), 1.0),
     ("utilization", re.compile(rf"\bRequested memory: {FLOAT} \(util\)"), 1.0),
     ("utilization", re.compile(rf"\bserver_args=ServerArgs\([^\n]{{0,6000}}?\bmem_fraction_static={FLOAT}"), 1.0),
-    ("pool", re.compile(r"Current kv cache memory in use is ([0-9]{1,18}) bytes"), 1.0),
-    ("pool", re.compile(rf"Current kv cache memory in use is {FLOAT} GiB"), _GIB),
-    ("pool", re.compile(rf"(?:Explicitly|Auto) set \({FLOAT}/[0-9.]{{1,20}}\)+ GiB for KV cache"), _GIB),
+    # "in use" is what this worker found for its pool: it allocates fewer blocks where another one found less, or where they were overridden
+    ("pool_allowed", re.compile(r"Current kv cache memory in use is ([0-9]{1,18}) bytes"), 1.0),
+    ("pool_allowed", re.compile(rf"Current kv cache memory in use is {FLOAT} GiB"), _GIB),
+    ("pool_allowed", re.compile(rf"\breserved {FLOAT} GiB memory for KV Cache as specified"), _GIB),
+    ("pool_allowed", re.compile(rf"(?:Explicitly|Auto) set \({FLOAT}/[0-9.]{{1,20}}\)+ GiB for KV cache"), _GIB),
     ("pool", re.compile(rf"\[MemUsageChange\] Allocated {FLOAT} GiB for max tokens\b"), _GIB),
     ("pool", re.compile(r"Allocate ([0-9]{1,18}) bytes for k/v cache"), 1.0),
     ("pool_allowed", re.compile(rf"\bAvailable KV cache memory: {FLOAT} GiB"), _GIB),
     ("pool_allowed", re.compile(rf"reserved for KV Cache is {FLOAT} ?GiB", re.IGNORECASE), _GIB),
     ("pool_allowed", re.compile(rf"\bkv_cache_size={FLOAT} ?GiB"), _GIB),
 )  # fmt: skip
+# What a whole engine states of all its workers: how the model is split, and whether the graphs were kept room for.
+_SPLIT: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("tensor_parallel", re.compile(r"\btensor_parallel_size=([0-9]{1,5})\b")),
+    ("pipeline_parallel", re.compile(r"\bpipeline_parallel_size=([0-9]{1,5})\b")),
+    ("tensor_parallel", re.compile(r"\bserver_args=ServerArgs\([^\n]{0,6000}?\btp_size=([0-9]{1,5})\b")),
+    ("pipeline_parallel", re.compile(r"\bserver_args=ServerArgs\([^\n]{0,6000}?\bpp_size=([0-9]{1,5})\b")),
+)
+_NOT_PLANNED = "CUDA graph memory profiling is disabled"
+_UNITS = {"utilization": "ratio", "tensor_parallel": "", "pipeline_parallel": "", "blocks": "blocks", "blocks_allowed": "blocks"}
 _SGLANG_POOL = re.compile(
     rf"KV Cache is allocated\.[^\n]{{0,200}}?(?:K size: {FLOAT} (?:GB|GiB), V size: {FLOAT} (?:GB|GiB)|KV size: {FLOAT} (?:GB|GiB))"
 )
@@ -97,13 +110,39 @@ class _Worker:
     parts: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
+@dataclass
+class _Engine:
+    """What is printed once for all workers: how the model is split, the pools that were overridden (per engine), and the memory asked for."""
+
+    split: dict[str, tuple[float, str]] = field(default_factory=dict)
+    overrides: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+    asked: float = 0.0
+    graphs_planned: bool = True
+
+    def take(self, line: str) -> None:
+        """Keep what one line states."""
+        for part, pattern in _SPLIT:
+            match = pattern.search(line)
+            if match is not None:
+                self.split[part] = (float(match.group(1)), line)
+        match = OVERRIDE.search(line)
+        if match is not None:
+            self.overrides.setdefault(_engine_of(_who(line)[0]), []).append((int(match.group(1)), int(match.group(2)), line))
+        match = ASKED.search(line)
+        if match is not None:
+            self.asked = float(match.group(1))
+        if _NOT_PLANNED in line:
+            self.graphs_planned = False
+
+
 def read_memory(text: str, endpoint: int = 0) -> list[StartMemory]:
     """Return what a start-up log states of memory, one record a worker in the order of their names; [] where it states nothing. Never raises.
 
     Of a log with several starts the last one counts. ``pool`` of a vLLM worker is what the worker with the least room allows, since all
-    of them hold as many blocks; ``pool_allowed`` is what this one had room for.
+    of them hold as many blocks, or what the blocks take that were set by hand; ``pool_allowed`` is what this one had room for.
     """
     workers: dict[str, _Worker] = {}
+    engine = _Engine()
     contexts = 0
     buffers: dict[tuple[str, str, int], tuple[float, str]] = {}
     for line in log_lines(text[: 8 << 20], 8000):
@@ -113,7 +152,8 @@ def read_memory(text: str, endpoint: int = 0) -> list[StartMemory]:
         if _HINT.search(line) is None:
             continue
         if _START.search(line):
-            _begin(workers, line)
+            _begin(workers, engine, line)
+        engine.take(line)
         llama = _LLAMA.search(line)
         if llama is not None:
             device, kind, size = llama.groups()
@@ -128,7 +168,7 @@ def read_memory(text: str, endpoint: int = 0) -> list[StartMemory]:
         parts = workers.setdefault(device, _Worker()).parts
         part = _LLAMA_PARTS[kind]
         parts[part] = (parts[part][0] + held if part in parts else held, line)
-    _settle(workers)
+    _settle(workers, engine)
     return [
         StartMemory(name, worker.pid, endpoint, {part: _record(part, held, line) for part, (held, line) in worker.parts.items()})
         for name, worker in sorted(workers.items(), key=lambda item: _order(item[0]))
@@ -136,14 +176,19 @@ def read_memory(text: str, endpoint: int = 0) -> list[StartMemory]:
     ]
 
 
-def _begin(workers: dict[str, _Worker], line: str) -> None:
-    """Forget an earlier start: of one engine where its line says so, else of all."""
+def _begin(workers: dict[str, _Worker], engine: _Engine, line: str) -> None:
+    """Forget an earlier start: of one engine where its line says so, else of all. The memory that was asked for is printed before it."""
     match = _WORKER.search(line)
-    engine = match.group(1) if match else ""
-    if engine.startswith("EngineCore_DP"):
-        workers.pop(engine, None)
-    else:
-        workers.clear()
+    name = match.group(1) if match else ""
+    if name.startswith("EngineCore_DP"):
+        workers.pop(name, None)
+        engine.overrides.pop(_engine_of(name), None)
+        return
+    workers.clear()
+    engine.overrides.clear()
+    engine.graphs_planned = True
+    if "API server version" in line:
+        engine.asked = 0.0
 
 
 def _take(workers: dict[str, _Worker], line: str) -> None:
@@ -183,19 +228,51 @@ def _device(name: str) -> str:
     return "CPU" if name.startswith("CPU") or name.endswith("_Host") else name
 
 
-def _settle(workers: dict[str, _Worker]) -> None:
+def _engine_of(name: str) -> str:
+    """Return the number of the data-parallel engine that a worker's or an engine's name holds; "" without one."""
+    match = re.search(r"DP([0-9]{1,5})", name)
+    return match.group(1) if match else ""
+
+
+def _settle(workers: dict[str, _Worker], engine: _Engine) -> None:
     """Fill in what several lines tell together: the pool in use, and the context where only weights and it are known together."""
     common = workers[""].parts.get("utilization") if len(workers) > 1 and "" in workers else None
-    allowed = [worker.parts["pool_allowed"] for worker in workers.values() if "pool_allowed" in worker.parts]
-    for worker in workers.values():
+    rooms: dict[str, list[_Worker]] = {}
+    for name, worker in sorted(workers.items(), key=lambda item: _order(item[0])):
         parts = worker.parts
         if common is not None:
             parts.setdefault("utilization", common)  # the arguments are printed once for all ranks
-        if "pool" not in parts and allowed:
-            least = min(allowed)
-            parts["pool"] = least
+        if "pool_allowed" in parts:
+            rooms.setdefault(_engine_of(name), []).append(worker)
         if "context" not in parts and "consumed" in parts and "weights" in parts:
             parts["context"] = (max(parts["consumed"][0] - parts["weights"][0], 0.0), parts["consumed"][1])
+        if "graphs_planned" in parts and not engine.graphs_planned:
+            del parts["graphs_planned"]
+        if "graphs_planned" in parts and "activation" in parts:
+            # since 0.21 the peak activation that vLLM prints holds the graphs that it kept room for
+            held, line = parts["activation"]
+            parts["activation"] = (max(held - parts["graphs_planned"][0], 0.0), line)
+        for part, stated in engine.split.items():
+            parts.setdefault(part, stated)
+    for name, mine in rooms.items():
+        _pools(mine, engine, engine.overrides.get(name, []))
+
+
+def _pools(workers: list[_Worker], engine: _Engine, overrides: list[tuple[int, int, str]]) -> None:
+    """Fill in the pool of each worker of one engine: all hold as many blocks as the one with the least room, or as many as were set by hand."""
+    allowed = [worker.parts["pool_allowed"] for worker in workers]
+    rooms = [Room(engine.asked, exact=True) if abs(engine.asked - held) <= 0.0051 * _GIB else Room(held) for held, _ in allowed]
+    pools = pair(rooms, [(found, blocks) for found, blocks, _ in overrides])
+    for worker, pool in zip(workers, pools, strict=True):
+        if not overrides:
+            worker.parts.setdefault("pool", min(allowed))
+            continue
+        line = overrides[0][2]
+        worker.parts.pop("pool", None)
+        worker.parts["blocks"] = (float(overrides[0][1]), line)
+        if pool is not None:
+            worker.parts["blocks_allowed"] = (float(pool.found), line)
+            worker.parts["pool"] = (pool.size, f"{pool.text}: {line}")
 
 
 def _order(name: str) -> tuple[str, int]:
@@ -206,4 +283,5 @@ def _order(name: str) -> tuple[str, int]:
 def _record(part: str, held: float, line: str) -> ValueRecord:
     source = redact(" ".join(line.split()))
     source = "start-up log: " + (source if len(source) <= 200 else source[:199] + "…")
-    return ValueRecord.of(Reading(held if part == "utilization" else float(round(held)), "ratio" if part == "utilization" else "bytes", source))
+    unit = _UNITS.get(part, "bytes")
+    return ValueRecord.of(Reading(held if unit == "ratio" else float(round(held)), unit, source))

@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
+from pytest_kvcache.server.startlogs.overrides import ASKED, OVERRIDE, Room, pair
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader, Rule, Sourced, to_bytes, to_flag, to_int
 
 # Anchored, so that a hostile line that repeats the words costs no more than one that has them once.
 _CONFIG = r"\A[^\n]{0,300}?Initializing an? [^\n]{0,80}LLM engine [^\n]{0,6000}?"
 _ARGS = r"\A[^\n]{0,300}?(?:non-default args|args): [^\n]{0,6000}?"
 _LESS = 1e-9
+_SHOWN = 0.0051 * (1 << 30)  # what a size printed in GiB with two decimals may be off
 
 
 class VllmLog(LogReader):
@@ -55,7 +57,6 @@ class VllmLog(LogReader):
         # "# CPU blocks" is the swap pool, unless it is V0's CPU backend, whose own pool comes first and in small letters.
         ("pool_blocks", re.compile(rf"# ?(?!CPU\b)\w{{1,20}} blocks: {INT}"), to_int),
     )
-    OVERRIDE = re.compile(rf"Overriding num_gpu_blocks=[0-9]{{1,18}} with num_gpu_blocks_override={INT}")
     PER_WORKER = (
         re.compile(rf"\bAvailable KV cache memory: {FLOAT} (GiB)"),
         re.compile(rf"(?:Explicitly set|Auto set) \({FLOAT}/[0-9.]{{1,20}}\) (GiB) for KV cache"),
@@ -73,11 +74,15 @@ class VllmLog(LogReader):
         super().__init__()
         self.engines: dict[str, dict[str, tuple[float, str]]] = {}
         self.workers: dict[str, tuple[float, str]] = {}
+        self.overrides: list[tuple[int, int]] = []
+        self.asked = 0.0
 
     def restart(self) -> None:
         """Forget the pools and the memory of an earlier start."""
         self.engines.clear()
         self.workers.clear()
+        self.overrides.clear()
+        self.asked = 0.0
 
     def read(self, line: str) -> Found:
         """Return what one line states, and keep what counts per engine or per worker."""
@@ -88,15 +93,20 @@ class VllmLog(LogReader):
             self.engines.pop(name, None)
             if not name:
                 self.workers.clear()
+                self.overrides.clear()
         engine = self.engines.setdefault(name, {})
         for quantity, pattern, number in self.PER_ENGINE:
             match = pattern.search(line)
             if match is not None:
                 self.score += 2
                 _keep_least(engine, quantity, number(match.group(1)), line)
-        match = self.OVERRIDE.search(line)
+        match = OVERRIDE.search(line)
         if match is not None:
-            engine["pool_blocks"] = (to_int(match.group(1)), line)
+            engine["pool_blocks"] = (float(match.group(2)), line)
+            self.overrides.append((int(match.group(1)), int(match.group(2))))
+        match = ASKED.search(line)
+        if match is not None:
+            self.asked = float(match.group(1))
         worker = self.WORKER_NAME.search(line)
         for memory in self.PER_WORKER:
             match = memory.search(line)
@@ -117,13 +127,23 @@ class VllmLog(LogReader):
                 found[name] = (sum(value for value, _ in parts), f"the sum over {len(parts)} engines, the last of them: {parts[-1][1]}")
             elif parts:
                 found[name] = parts[0]
-        # A pool that was set by hand does not take the memory that vLLM had found for it.
-        if self.workers and "num_gpu_blocks_override" not in self.found:
+        if self.workers and "num_gpu_blocks_override" in self.found:
+            found.update(self._overridden())
+        elif self.workers:
             # Every worker holds as many blocks as the one with the least memory.
             least, line = min(self.workers.values())
             count = len(self.workers)
             found["pool_bytes"] = (least * count, line if count == 1 else f"{count} workers, the one with the least memory: {line}")
         return found
+
+    def _overridden(self) -> Sourced:
+        """Return the memory of a pool that was set in blocks: it does not take the memory that vLLM had found for it."""
+        rooms = [Room(self.asked, exact=True) if abs(self.asked - size) <= _SHOWN else Room(size) for _, (size, _) in sorted(self.workers.items())]
+        pools = [pool for pool in pair(rooms, self.overrides) if pool is not None]
+        if not pools or len(pools) != len(rooms):
+            return {}
+        words = pools[0].text if len(pools) == 1 else f"{len(pools)} workers, the first: {pools[0].text}"
+        return {"pool_bytes": (sum(pool.size for pool in pools), f"{words}: {self.found['num_gpu_blocks_override'][1]}")}
 
     def notes(self) -> list[str]:
         """Return what the printed figures hide."""
