@@ -228,6 +228,7 @@ def _known() -> dict[str, Known]:
         "stuck.alone": Known(s, "lower", "longest time in which requests waited while nothing ran, blocks were free and no token moved"),
         "stuck.waiting": Known(requests, "lower", "most requests that waited in that time"),
         "held.seconds": Known(s, "lower", "longest time in which something was held while nothing ran or waited"),
+        "held.steps": Known("events", "lower", "waves of requests in a row after which more stayed held than after the one before"),
         "requests.finished": Known(requests, "", "requests that the engine finished in the window"),
         "preemptions.per_request": Known(ratio, "lower", "preemptions for each request that finished"),
         "endpoint.seen": Known(ratio, "", "tokens that the server counted over those that we received"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.rows import Rows
+from pytest_kvcache.analysis.traffic import GRACE_S
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quantities import Missing, Reading, Value
 
@@ -31,7 +33,7 @@ def standing(seen: Seen) -> dict[str, Value]:
     """
     import numpy as np
 
-    stale, stuck, held, alone, most = 0.0, 0.0, 0.0, 0.0, 0.0
+    stale, stuck, held, alone, most, steps = 0.0, 0.0, 0.0, 0.0, 0.0, 0
     dialect = DIALECTS.get(seen.record.engine)
     by_step, refresh_s = dialect is not None and dialect.generates_by_step, dialect.gauges_every_s if dialect is not None else 0.0
     told = holds = roomy = False
@@ -51,6 +53,7 @@ def standing(seen: Seen) -> dict[str, Value]:
             holds = True
             idle = (running <= 0) & (np.nan_to_num(waiting) <= 0) & (live <= 0)
             held = max(held, _longest(one.wall_s, np.zeros(len(used)), idle & (np.nan_to_num(used) > 0)))
+            steps = max(steps, _steps(one.wall_s, used, idle & np.isfinite(used), GRACE_S + refresh_s))
         if not counters or not np.isfinite(running).any():
             continue
         back = _put_back(one.column("preemptions"))
@@ -77,6 +80,7 @@ def standing(seen: Seen) -> dict[str, Value]:
     stale, stuck, alone = (max(seconds - refresh_s, 0.0) for seconds in (stale, stuck, alone))
     return {
         "held.seconds": Reading(held, "s", "longest stretch of samples with nothing running or waiting and something held") if holds else not_held,
+        "held.steps": Reading(float(steps), "events", "waves in a row after which more stayed held than after the one before") if holds else not_held,
         "stale.seconds": Reading(stale, "s", "longest stretch of samples with running requests and no token counted, none of ours in flight")
         if told
         else lacking,
@@ -85,6 +89,23 @@ def standing(seen: Seen) -> dict[str, Value]:
         else lacking,
         **_alone(alone, most, lacking if not told else None if roomy else Missing("the server does not tell its usage")),
     }
+
+
+def _steps(wall_s: Floats, used: Floats, idle: Any, grace_s: float) -> int:
+    """Return how often in a row more was held in a quiet stretch than in the one before; a stretch is quiet after its first ``grace_s`` seconds."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], idle, [False]]).astype(np.int8)))
+    floors = []
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        settled = used[start:stop][wall_s[start:stop] - wall_s[start] >= grace_s]
+        if len(settled):
+            floors.append(float(settled.min()))
+    most = risen = 0
+    for before, after in pairwise(floors):
+        risen = risen + 1 if after > before else risen if after == before else 0
+        most = max(most, risen)
+    return most
 
 
 def _alone(seconds: float, waiting: float, lacking: Missing | None) -> dict[str, Value]:

@@ -113,6 +113,19 @@ def test_d04_blocks_of_aborted_loads_that_never_come_back(tmp_path: Path) -> Non
     assert "held for 59.00 s" in passing["leak"]
 
 
+@pytest.mark.parametrize(("stays", "leaks"), [(6.0, True), (0.0, False)])
+def test_d04_a_level_that_rises_with_each_wave_of_aborts_is_a_leak_before_its_minute_is_over(stays: float, leaks: bool, tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        wave, at = divmod(i / 4, 8.0)  # 4 s of requests, 4 s of quiet
+        held = stays * (wave + (at >= 4.0))
+        return state(127, (held + 40.0 * (at < 4.0)) / 127, 4.0 * (at < 4.0), 0.0, generation_tokens=float(i))
+
+    found = said(made(tmp_path, (), each, seconds=44, hz=4))
+    assert ("leak" in found) is leaks
+    if leaks:
+        assert "4 times in a row more than after the wave before" in found["leak"]
+
+
 def test_d05_waiting_with_an_empty_pool_is_stuck_whatever_the_probes_say(tmp_path: Path) -> None:
     found = said(made(tmp_path, (), state(2047, 0.0, 0.0, 6.0, generation_tokens=900.0, prompt_tokens=50.0), seconds=60, hz=1, usable=2047))
     assert next(iter(found)) == "stuck-queue"
