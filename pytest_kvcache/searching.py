@@ -56,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probes", type=int, default=3, metavar="N", help="probes of the answer, all of which must hold [default: 3]")
     parser.add_argument("--steps", type=int, default=24, metavar="N", help="most probes in all [default: 24]")
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="no probe starts after so long [default: 60]")
-    parser.add_argument(
-        "--resume", default="", metavar="FOLDER", help="session folder of a search that was broken off: go on from its finished probes"
-    )
+    parser.add_argument("--resume", metavar="FOLDER", help="session folder of a search that was broken off: go on from its finished probes")
 
 
 def question_of(arguments: argparse.Namespace, session: Session) -> tuple[Question, str]:
@@ -303,6 +301,8 @@ def run_search(arguments: argparse.Namespace, session: Session, say: Say) -> Non
         raise UsageError("a search has no baseline", hint="name a number: ttft.p95 > 2s")
     question, axis = question_of(arguments, session)
     profile_path(arguments.profile)
+    if arguments.resume is not None and not arguments.resume.strip():
+        raise UsageError("--resume was given and is empty", hint="name the session folder of a search, or leave it out")
     resume = Path(arguments.resume) if arguments.resume else None
     found = search(session, arguments.profile, arguments.until, question, axis, minutes=arguments.minutes, say=say, resume=resume)
     session.record(gate_of(found, arguments.until, axis, session))

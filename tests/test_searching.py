@@ -290,6 +290,10 @@ def test_a_condition_that_cannot_be_meant_is_refused_before_a_server_is_started(
     assert main(["search", "--until", until]) == 2
     assert capsys.readouterr().err
     assert not list(tmp_path.rglob("server*.log"))
+    assert main(["search", "--until", "preemptions > 0", "--resume", ""]) == 2
+    assert "given and is empty" in capsys.readouterr().err
+    assert main(["search", "--until", "preemptions > 0", "--resume", "nowhere"]) == 2
+    assert not list(tmp_path.iterdir()), "nothing is made where nothing is gone on with"
 
 
 @pytest.mark.live
