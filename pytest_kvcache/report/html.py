@@ -95,7 +95,7 @@ def report(view: SessionView) -> str:
         "aside": [(", ".join(titles), reason) for reason, titles in list(aside_by_reason(verdict.gates).items())[:MAX_GATES]],
         "deselected": verdict.deselected[:MAX_GATES],
         "numbers": sections.three_numbers(view),
-        "pairs": [_drawn(partial(one.draw, f"p{n}")) | {"name": one.name, "table": one.table()} for n, one in enumerate(paired.pairs(view))],
+        "pairs": [_drawn(partial(one.draw, f"pair{n}")) | {"name": one.name, "table": one.table()} for n, one in enumerate(paired.pairs(view))],
         "timelines": timelines,
         "undrawn": ", ".join(undrawn),
         "levels": [

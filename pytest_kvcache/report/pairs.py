@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_kvcache.analysis.three import beside
+from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.judge.windows import Asked, Margins, asked, pair
-from pytest_kvcache.quantities import Missing
+from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report.escape import plain
 from pytest_kvcache.report.model import SessionView, is_probe, show_number
@@ -62,12 +64,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of one load. ``repeats`` are their numbers from 1, ``first`` the side that was measured first in each."""
+    """The pairs of one load. ``repeats`` are their numbers from 1, ``first`` the side that was measured first in each.
+
+    ``beside`` is what a usage ratio is never shown without, of the fullest window of each side.
+    """
 
     name: str
     repeats: Sequence[int]
     first: Sequence[str]
     compared: Sequence[Compared]
+    beside: str = ""
 
     def table(self) -> Table:
         """Return each pair with what it measured on both sides."""
@@ -75,6 +81,7 @@ class Pairs:
         for row, (number, first) in enumerate(zip(self.repeats, self.first, strict=True)):
             cells = [f"{show_number(c.before[row], c.unit)} → {show_number(c.after[row], c.unit)}" for c in self.compared]
             table.rows.append([str(number), first, *cells])
+        table.notes += [self.beside] if self.beside and any(found.title == _TITLES["usage"] for found in self.compared) else []
         farthest = [text for found in self.compared if (text := self._farthest(found))]
         table.notes += [f"Farthest from the others: {'; '.join(farthest)}."] if farthest else []
         return table
@@ -150,5 +157,12 @@ def pairs(view: SessionView) -> list[Pairs]:
         if compared:
             starts = [[a.run.record.load_started_wall_s for a in side] for side in (before, after)]
             first = ["after" if new < old else "before" for old, new in zip(*starts, strict=True)]
-            found.append(Pairs(plain(profile, 60), [a.run.record.window + 1 for a in before], first, compared))
+            found.append(Pairs(plain(profile, 60), [a.run.record.window + 1 for a in before], first, compared, _beside(before, after)))
     return found
+
+
+def _beside(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:
+    fullest = [
+        max(side, key=lambda a: peak.number() if isinstance(peak := a.values.get("usage.peak"), Reading) else -1.0) for side in (before, after)
+    ]
+    return "; ".join(f"{word}: {plain(beside(analysis), 400)}" for word, analysis in zip(("before", "after"), fullest, strict=True))
