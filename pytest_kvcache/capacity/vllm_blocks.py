@@ -63,7 +63,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
     length = _max_model_len(architecture, shape)
     if architecture.context is None and not (shape.max_model_len and shape.max_model_len > 0):
         assumptions.append(f"the longest sequence is taken as {UNSTATED_LENGTH} tokens: the configuration does not say")
-    block_size, block_note = _block_size(architecture, shape, length)
+    block_size, block_note = _block_size(architecture, shape, length, cache_type)
     notes += block_note
     layers = architecture.layers + (architecture.mtp_layers if shape.mtp else ())
     caches = _caches(layers, architecture, shape, cache_type, model_type, block_size, length)
@@ -128,7 +128,7 @@ def _batched_tokens(architecture: Architecture, shape: EngineShape, length: int)
     return min(seats * length, CPU_BATCHED_TOKENS * shape.tp * shape.pp)
 
 
-def _block_size(architecture: Architecture, shape: EngineShape, length: int) -> tuple[int, list[str]]:
+def _block_size(architecture: Architecture, shape: EngineShape, length: int, cache_type: str) -> tuple[int, list[str]]:
     """Return the tokens per block before kinds are made to match, and what to say of it."""
     if not any(layer.kind not in ("state", "none", "shared") for layer in architecture.layers):
         return length, []
@@ -146,7 +146,10 @@ def _block_size(architecture: Architecture, shape: EngineShape, length: int) -> 
     if shape.platform == "cpu":
         return CPU_BLOCK, []
     if architecture.latent:
-        return GPU_LATENT_BLOCK, [f"blocks of {GPU_LATENT_BLOCK} tokens, as FlashMLA takes them; other latent kernels take 16, 32 or 128"]
+        sparse, wide = any(layer.index_size for layer in architecture.layers), cache_type in ("bfloat16", "float16")
+        if wide and not sparse:
+            return GPU_BLOCK, [f"blocks of {GPU_BLOCK} tokens, as latent kernels of A100, H100 and H200 take them by default; a B200's takes 32"]
+        return GPU_LATENT_BLOCK, [f"blocks of {GPU_LATENT_BLOCK} tokens, as FlashMLA takes them; a B200's kernel for dense latents takes 32"]
     return GPU_BLOCK, []
 
 

@@ -51,3 +51,11 @@ def test_a_model_whose_other_half_keeps_a_cache_is_refused_though_its_text_model
     with pytest.raises(CannotJudge, match=model_type):
         read_architecture({"model_type": model_type, "text_config": text})
     assert read_architecture({"model_type": model_type, "text_config": text}, assume={"model_type": "llama"}).layers
+
+
+@pytest.mark.parametrize(("name", "kv_dtype", "block"), [("deepseek-v3", "auto", 16), ("deepseek-v3", "fp8", 64), ("deepseek-v3.2", "auto", 64)])
+def test_a_card_keeps_latents_in_the_blocks_of_its_kernel(name: str, kv_dtype: str, block: int) -> None:
+    model = read_architecture(Path(__file__).parent.parent / "data" / "capacity" / "configs" / f"{name}.json")
+    layout = lay_out(model, EngineShape(platform="gpu", kv_dtype=kv_dtype, max_model_len=8192))
+    assert layout.block_size == block
+    assert any("a B200's" in note for note in layout.notes)
