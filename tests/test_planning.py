@@ -299,3 +299,12 @@ def test_levers_of_llamacpp_split_its_layers_and_its_cache_is_f16_whatever_the_c
     assert rows["another GPU", "a second server"]["requests"] == 2 * made["requests"] == 8
     assert rows["KV dtype", "float16 -> q8_0"]["pool_blocks"] > 1.8 * made["pool_blocks"]
     assert not any("tp" in change for _, change in rows)
+
+
+def test_a_card_for_a_traffic_says_what_it_assumes_and_none_says_why(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = body(capsys, config, "--concurrency", "4", "--length", "2048")
+    assert bare["traffic"]["cards"] == []
+    assert any("the weights are not known" in line for line in bare["assumptions"])
+    told = body(capsys, config, "--concurrency", "4", "--length", "2048", "--parameters", "8B")
+    assert told["traffic"]["cards"]
+    assert any("told at a utilization of 0.92, with nothing for activations and graphs" in line for line in told["assumptions"])

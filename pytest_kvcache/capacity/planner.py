@@ -192,6 +192,7 @@ def plan(
     load = None
     if stated is not None:
         load = load_on(given, stated, risk, seed, utilization or DEFAULT_UTILIZATION[engine])
+        assumptions += _cards_assume(load, question, utilization)
     inputs = read_checklist(Path(checklist)) if isinstance(checklist, (str, Path)) else list(checklist or ())
     checked = tuple(check(given, one) for one in inputs)
     verdict, reason = judge(given, load, checked, at, length is not None, risk)
@@ -215,6 +216,17 @@ def _contradictions(gpu: Any, kv: Any, utilization: Any, weights: Any, parameter
         raise UsageError(
             "--kv-memory states the pool itself", hint="--utilization, --activation, --graphs, --other and --gpu-free go with --gpu-memory"
         )
+
+
+def _cards_assume(load: Load, question: Question, utilization: float | None) -> list[str]:
+    """Say what stands behind the cards that would hold the traffic, or why none is named."""
+    engine = question.shape.engine
+    if not load.needs:
+        unknown = question.weights_total is None and engine != "llamacpp"
+        return ["the card for this traffic is not told: the weights are not known (--weights or --parameters)"] if unknown else []
+    share = utilization or DEFAULT_UTILIZATION[engine]
+    beside = "" if question.card is not None else ", with nothing for activations and graphs"
+    return [f"the cards for this traffic are told at a utilization of {share:g}{beside}: real ones need more"]
 
 
 def _seats_note(given: Answer, load: Load | None) -> list[str]:
