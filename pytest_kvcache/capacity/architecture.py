@@ -48,7 +48,8 @@ def read_architecture(source: Path | str | Mapping[str, Any], *, assume: Mapping
         raise UsageError(f"no configuration at {path}", where=str(source), hint="a config.json, a model folder that holds one, or a .gguf file")
     if path.suffix.lower() == ".gguf" or _begins(path) == b"GGUF":
         return read_gguf(path, assume or {})
-    return _from_config(read_json(path), str(path), assume or {})
+    made = _from_config(read_json(path), str(path), assume or {})
+    return _beside(made, path.parent) if path.name == "config.json" else made
 
 
 def _begins(path: Path) -> bytes:
@@ -69,7 +70,11 @@ def _from_folder(folder: Path, assume: Mapping[str, str]) -> Architecture:
             return read_gguf(packed[0], assume)
         several = f", and {len(packed)} GGUF files: name the one that is meant" if packed else ""
         raise UsageError(f"{folder} holds no config.json{several}", where=str(folder), hint="a folder with a config.json, or a .gguf file")
-    made = _from_config(read_json(path), str(folder), assume)
+    return _beside(_from_config(read_json(path), str(folder), assume), folder)
+
+
+def _beside(made: Architecture, folder: Path) -> Architecture:
+    """Add what ModelOpt writes into a file of its own beside the configuration: the cache type of a quantised checkpoint."""
     quantised = folder / "hf_quant_config.json"
     if not made.kv_dtype_stated and quantised.is_file():
         made = replace(made, kv_dtype_stated=_kv_type({"quantization_config": {"quant_method": "modelopt", **read_json(quantised)}}))

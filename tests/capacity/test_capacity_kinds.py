@@ -59,3 +59,12 @@ def test_a_card_keeps_latents_in_the_blocks_of_its_kernel(name: str, kv_dtype: s
     layout = lay_out(model, EngineShape(platform="gpu", kv_dtype=kv_dtype, max_model_len=8192))
     assert layout.block_size == block
     assert any("a B200's" in note for note in layout.notes)
+
+
+def test_the_cache_type_beside_a_configuration_counts_for_the_file_as_for_its_folder(tmp_path: Path) -> None:
+    model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "other.json").write_text(json.dumps(model))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}))
+    stated = [read_architecture(path).kv_dtype_stated for path in (tmp_path, tmp_path / "config.json", tmp_path / "other.json")]
+    assert stated == ["fp8", "fp8", ""]
