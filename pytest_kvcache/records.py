@@ -131,7 +131,7 @@ class StartMemory(msgspec.Struct, frozen=True, omit_defaults=True):
     Parts in bytes: ``total``, ``free_at_start``, ``budget`` (the share of the card that it may use), ``weights``, ``consumed`` (weights and what
     lies outside the framework together, where the log tells no more), ``activation``, ``context`` (outside the framework), ``graphs``,
     ``graphs_planned`` (kept for them when the pool was sized), ``workspace``, ``pool`` (in use), ``pool_allowed`` (what this worker had room for) and
-    ``by_hand`` (the pool that the user asked for); ``blocks`` of a pool that was overridden and ``blocks_allowed``; ``utilization``, a ratio;
+    ``by_hand`` (the pool that the user asked for); ``blocks`` of a pool that was overridden and ``blocks_allowed``; ``pool_tokens`` of the engine; ``utilization``, a ratio;
     ``tensor_parallel`` and ``pipeline_parallel``.
     """
 

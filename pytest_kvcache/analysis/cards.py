@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_kvcache import units
@@ -57,12 +58,33 @@ def read_ledgers(run: Run, values: Mapping[str, Value], memory: Memory | None = 
     one a worker. Raises CannotJudge on a broken line of telemetry.
     """
     memory = read_telemetry_memory(run) if memory is None else memory
-    start = start_memory(run)
+    start, said = _of_this_start(run, start_memory(run))
     if memory.cards:
-        return _of_cards(run, values, memory, start)
-    if memory.hosts:
-        return [_of_host(run, values, memory, start, endpoint) for endpoint in sorted(memory.hosts)]
-    return log_ledgers(start, run.record.engine)
+        found = _of_cards(run, values, memory, start)
+    elif memory.hosts:
+        found = [_of_host(run, values, memory, start, endpoint) for endpoint in sorted(memory.hosts)]
+    else:
+        found = log_ledgers(start, run.record.engine)
+    return [replace(one, notes=(*said, *one.notes)) for one in found] if said else found
+
+
+def _of_this_start(run: Run, start: Sequence[StartMemory]) -> tuple[list[StartMemory], tuple[str, ...]]:
+    """Return the workers whose log is of the start that was measured, and what to say of others: the pool of another start is another pool."""
+    kept: list[StartMemory] = []
+    said: dict[str, None] = {}
+    for worker in start:
+        stated = worker.parts["pool_tokens"].to_value() if "pool_tokens" in worker.parts else None
+        told = run.record.before[worker.endpoint].value("pool_tokens") if worker.endpoint < len(run.record.before) else None
+        ranks = run.record.before[worker.endpoint].per_rank if worker.endpoint < len(run.record.before) else {}
+        own = isinstance(told, Reading) and "kv_cache_size_tokens" in told.source and len(ranks) < 2
+        if own and isinstance(stated, Reading) and isinstance(told, Reading) and stated.number() != told.number():
+            said[
+                f"the start-up log speaks of a pool of {stated.number():,.0f} tokens and the server of {told.number():,.0f}: the log is of another start,"
+                " and what it states is left out"
+            ] = None
+        else:
+            kept.append(worker)
+    return kept, tuple(said)
 
 
 def log_ledgers(start: Sequence[StartMemory], engine: str = "") -> list[CardLedger]:

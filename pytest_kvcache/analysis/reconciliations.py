@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_kvcache import units
 from pytest_kvcache.analysis.accounting import Accounting
 from pytest_kvcache.analysis.demand import Demand
-from pytest_kvcache.analysis.holding import Footprint
+from pytest_kvcache.analysis.holding import GROUPING, Footprint
 from pytest_kvcache.analysis.memory_seen import course
 from pytest_kvcache.quantities import Missing, Reading, Value
 
@@ -67,8 +67,9 @@ def _card(analysis: Analysis) -> Reconciliation:
     elif all(isinstance(ledger.squeezed, Missing) for ledger in analysis.ledgers) and any(
         isinstance(part.value, Missing) for ledger in analysis.ledgers for part in (ledger.pool, ledger.weights)
     ):
-        lacking = "the server's start-up log would tell weights and pool (--log FILE)"
-        if not analysis.run.record.model_parts:
+        unknown = {part.title for ledger in analysis.ledgers for part in (ledger.weights, ledger.pool) if isinstance(part.value, Missing)}
+        lacking = f"the server's start-up log would tell {' and '.join(sorted(unknown, reverse=True))} (--log FILE)"
+        if not analysis.run.record.model_parts and analysis.run.record.engine in GROUPING:
             lacking += ", or the model's folder would let them be computed (--kv-model-config, of diagnose --model-config)"
     return Reconciliation(NAMES[0], tuple(lines), lacking)
 

@@ -172,3 +172,25 @@ def test_the_command_says_over_how_many_cards_a_model_is_spread(command: list[st
     split = split_of(run_on(tmp_path, [], server(10), launch_command=command).record, [], 0)
     assert not isinstance(split, Missing)
     assert (split.tp, split.pp) == right
+
+
+def test_a_log_of_another_start_is_left_out_and_that_is_said(tmp_path: Path) -> None:
+    """The file of --log, or one that is appended to, may tell of a pool that is no more."""
+    log = (
+        "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m', tensor_parallel_size=1\n"
+        "(Worker pid=2) INFO Model loading took 14.0 GiB memory and 9.1 seconds\n"
+        "(Worker pid=2) INFO [gpu_worker.py:760] Available KV cache memory: 40.0 GiB\n"
+        "(EngineCore pid=1) INFO [kv_cache_utils.py:2327] GPU KV cache size: 81,920 tokens, Maximum concurrency for 4,096 tokens per request: 20.00x\n"
+    )
+    from pytest_kvcache.server.startlogs.memory import read_memory
+
+    start = read_memory(log)
+    same = server(5120)
+    label = msgspec.structs.replace(same.quantities["pool_tokens"], source="vllm:cache_config_info{kv_cache_size_tokens}")
+    for blocks, kept in ((5120, True), (2304, False)):
+        told = msgspec.structs.replace(label, value=float(blocks * 16))
+        before = msgspec.structs.replace(same, quantities={**same.quantities, "pool_tokens": told})
+        run = run_on(tmp_path / str(blocks), [card(used=58, ours=58)], before, start_memory=start)
+        ledger = only(analyse(run))
+        assert isinstance(ledger.pool.value, Reading) is kept
+        assert any("speaks of a pool of 81,920 tokens and the server of 36,864" in note for note in ledger.notes) is not kept

@@ -19,7 +19,7 @@ from pytest_kvcache.server.startlogs.reading import FLOAT
 
 _GIB, _MIB = float(1 << 30), float(1 << 20)
 _MOST_WORKERS = 4096
-_HINT = re.compile(r"GiB|GB|MiB|bytes|emory|CUDA KV cache|LLM engine|server_args=|Overriding num_gpu_blocks", re.IGNORECASE)
+_HINT = re.compile(r"GiB|GB|MiB|bytes|emory|KV cache|LLM engine|server_args=|Overriding num_gpu_blocks", re.IGNORECASE)
 _START = re.compile(r"Initializing an? [^\n]{0,80}LLM engine |server_args=ServerArgs\(|vLLM API server version ")
 _WORKER = re.compile(r"\(((?:Vllm)?(?:Ray)?Worker[\w =]{0,60}?|EngineCore(?:_DP[0-9]{1,5})?)(?:,? ?pid=([0-9]{1,9}))?(?:, ip=[0-9a-fA-F.:]{1,45})?\)")
 _RANK = re.compile(r"^\W{0,3}[0-9-]{8,10} [0-9:.,]{5,16}((?: [A-Z]{2,5}[0-9]{1,4}){1,6})\]")
@@ -88,8 +88,16 @@ _SPLIT: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tensor_parallel", re.compile(r"\bserver_args=ServerArgs\([^\n]{0,6000}?\btp_size=([0-9]{1,5})\b")),
     ("pipeline_parallel", re.compile(r"\bserver_args=ServerArgs\([^\n]{0,6000}?\bpp_size=([0-9]{1,5})\b")),
 )
+_TOKENS = re.compile(r"\bKV cache size: ([0-9][0-9,]{0,17}) tokens")
 _NOT_PLANNED = "CUDA graph memory profiling is disabled"
-_UNITS = {"utilization": "ratio", "tensor_parallel": "", "pipeline_parallel": "", "blocks": "blocks", "blocks_allowed": "blocks"}
+_UNITS = {
+    "pool_tokens": "tokens",
+    "utilization": "ratio",
+    "tensor_parallel": "",
+    "pipeline_parallel": "",
+    "blocks": "blocks",
+    "blocks_allowed": "blocks",
+}
 _SGLANG_POOL = re.compile(
     rf"KV Cache is allocated\.[^\n]{{0,200}}?(?:K size: {FLOAT} (?:GB|GiB), V size: {FLOAT} (?:GB|GiB)|KV size: {FLOAT} (?:GB|GiB))"
 )
@@ -116,6 +124,7 @@ class _Engine:
 
     split: dict[str, tuple[float, str]] = field(default_factory=dict)
     overrides: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+    tokens: dict[str, tuple[float, str]] = field(default_factory=dict)
     asked: float = 0.0
     graphs_planned: bool = True
 
@@ -128,6 +137,9 @@ class _Engine:
         match = OVERRIDE.search(line)
         if match is not None:
             self.overrides.setdefault(_engine_of(_who(line)[0]), []).append((int(match.group(1)), int(match.group(2)), line))
+        match = _TOKENS.search(line)
+        if match is not None:
+            self.tokens[_engine_of(_who(line)[0])] = (float(match.group(1).replace(",", "")), line)
         match = ASKED.search(line)
         if match is not None:
             self.asked = float(match.group(1))
@@ -183,9 +195,11 @@ def _begin(workers: dict[str, _Worker], engine: _Engine, line: str) -> None:
     if name.startswith("EngineCore_DP"):
         workers.pop(name, None)
         engine.overrides.pop(_engine_of(name), None)
+        engine.tokens.pop(_engine_of(name), None)
         return
     workers.clear()
     engine.overrides.clear()
+    engine.tokens.clear()
     engine.graphs_planned = True
     if "API server version" in line:
         engine.asked = 0.0
@@ -254,6 +268,8 @@ def _settle(workers: dict[str, _Worker], engine: _Engine) -> None:
             parts["activation"] = (max(held - parts["graphs_planned"][0], 0.0), line)
         for part, stated in engine.split.items():
             parts.setdefault(part, stated)
+        if (tokens := engine.tokens.get(_engine_of(name))) is not None:
+            parts["pool_tokens"] = tokens
     for name, mine in rooms.items():
         _pools(mine, engine, engine.overrides.get(name, []))
 
