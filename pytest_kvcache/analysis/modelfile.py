@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pytest_kvcache.analysis.holding import GROUPING, footprint_of, groups_of
-from pytest_kvcache.capacity.agreement import adopted, check, settings_of
+from pytest_kvcache.analysis.holding import GROUPING, footprint_of, groups_of, planned_blocks
+from pytest_kvcache.capacity.agreement import UNTOLD, adopted, check, settings_of
 from pytest_kvcache.capacity.architecture import read_architecture
 from pytest_kvcache.capacity.layers import Architecture
 from pytest_kvcache.capacity.layout import EngineShape, Layout
@@ -36,7 +36,7 @@ class Model:
     """The cache groups of a model (holding.Group), and its ``parts`` as a Run's record holds them.
 
     ``weights`` and ``weights.spread`` are of the whole model; ``block.tpN`` the bytes of one block on one of N GPUs, ``block.tpN.ppM.S`` on a GPU
-    of stage S of M; ``layout`` says why the layout may not be the server's own.
+    of stage S of M; ``layout`` says why the layout is not the server's own, and then there is no block.
     """
 
     groups: list[dict[str, int]]
@@ -73,14 +73,15 @@ def read_model(config: Path, server: SnapshotRecord) -> Model:
             groups_of(config, server)  # says why nothing is told
         return Model([], parts)
     layout, why = _own_layout(config, server)
-    if layout is None:
-        groups = groups_of(config, server)
-        parts["layout"] = ValueRecord.of(Missing(why))
-        shape = _known_shape(server)
-    else:
+    if layout is not None:
         groups = [{name: int(value) for name, value in asdict(group).items() if value is not None} for group in footprint_of(layout).groups]
-        shape = layout.shape
-    parts.update(_blocks(architecture, shape))
+        return Model(groups, {**parts, **_blocks(architecture, layout.shape)})
+    groups = groups_of(config, server)
+    if why:
+        parts["layout"] = ValueRecord.of(Missing(why))
+        groups = groups if _possible(groups, server) else []
+    else:
+        parts.update(_blocks(architecture, _known_shape(server)))
     return Model(groups, parts)
 
 
@@ -95,7 +96,7 @@ def with_model(record: RunRecord, config: Path) -> RunRecord:
 
 
 def _own_layout(config: Path, server: SnapshotRecord) -> tuple[Layout | None, str]:
-    """Return the layout that reproduces the server's own figures, else why none does."""
+    """Return the layout that reproduces the server's own figures, else why none does; "" where it tells too little to be contradicted."""
     ranks = {name: {key: value.to_value() for key, value in values.items()} for name, values in server.per_rank.items()}
     said = told(Inspection(engine=server.engine, quantities={name: value.to_value() for name, value in server.quantities.items()}, ranks=ranks))
     try:
@@ -104,10 +105,29 @@ def _own_layout(config: Path, server: SnapshotRecord) -> tuple[Layout | None, st
         agreement = check(plan(config, **settings).answer.question, said)
     except KvError as error:
         return None, error.what
-    if agreement.reproduced is None or not agreement.rows:
-        return None, "; ".join(agreement.explanations)[:400]
+    if agreement.verdict == UNTOLD or not agreement.rows:
+        return None, ""
+    if agreement.reproduced is None:
+        return None, f"the model named does not reproduce this server's own figures: {'; '.join(agreement.explanations)[:400]}"
     question = agreement.reproduced
     return lay_out(question.architecture, question.shape), ""
+
+
+def _possible(groups: Sequence[Mapping[str, int]], server: SnapshotRecord) -> bool:
+    """Say whether the engine's plan for its longest request lies between what these groups take at least and at most, whatever is in flight."""
+    planned, longest = planned_blocks(server), server.value("max_model_len")
+    if not planned or isinstance(longest, Missing):
+        return True
+    least = most = 0
+    for group in groups:
+        count, whole = group.get("count", 1), -(-int(longest.number()) // max(group.get("size", 1), 1))
+        if "fixed" in group:
+            least, most = least + count * group["fixed"], most + count * (group["fixed"] + 2)
+        elif "window" in group:
+            least, most = least + count * min(-(-group["window"] // group["size"]), whole), most + count * (whole + 1)
+        else:
+            least, most = least + count * whole, most + count * whole
+    return least <= planned <= most
 
 
 def _known_shape(server: SnapshotRecord) -> EngineShape:
@@ -184,7 +204,10 @@ def computed_parts(
         uneven = (0.02 if split.tp > 1 else 0.0) + (0.1 if split.pp > 1 else 0.0)
         found["weights.spread"] = Reading(off + uneven * whole.number() / split.gpus, "bytes", "")
     name = f"block.tp{split.tp}" + (f".pp{split.pp}.{min(rank // split.tp, split.pp - 1)}" if split.pp > 1 else "")
-    size = parts[name].to_value() if name in parts else Missing(f"the model's files tell no block for {split.tp} ranks and {split.pp} stages")
+    lacking = (
+        parts["layout"].to_value() if "layout" in parts else Missing(f"the model's files tell no block for {split.tp} ranks and {split.pp} stages")
+    )
+    size = parts[name].to_value() if name in parts else lacking
     if isinstance(size, Missing) or isinstance(blocks, Missing):
         found["pool"] = size if isinstance(size, Missing) else blocks
     else:

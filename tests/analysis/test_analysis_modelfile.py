@@ -145,9 +145,26 @@ def test_an_fp8_cache_halves_the_block(config: Path) -> None:
     assert parts["block.tp1.pp2.1"].value == BLOCK // 4
 
 
-def test_a_configuration_of_another_model_is_told_and_its_figures_are_marked(config: Path) -> None:
-    parts = read_model(config, server(2304, max_concurrency=2304 / 999)).parts
-    assert parts["layout"].missing, "999 blocks for a longest request are not this model's 256"
+def test_a_configuration_that_the_server_contradicts_gives_no_pool(config: Path, tmp_path: Path) -> None:
+    # 999 blocks for a longest request are not this model's 256
+    other = server(2304, max_concurrency=2304 / 999)
+    found = read_model(config, other)
+    parts = found.parts
+    assert found.groups == [], "and no group either: what requests hold would be reckoned by another model's rule"
+    assert "does not reproduce this server's own figures" in str(parts["layout"].missing)
+    assert not [name for name in parts if name.startswith("block.")]
+    ledger = only(told(run_on(tmp_path, [card(used=58, ours=58)], other), config))
+    assert isinstance(ledger.squeezed, Missing)
+    assert "does not reproduce" in ledger.squeezed.reason
+
+
+def test_a_server_that_tells_too_little_to_contradict_is_computed_all_the_same(config: Path) -> None:
+    """Before vLLM 0.22 /metrics says blocks and their size, and nothing of what one request takes."""
+    full = server(2304)
+    few = msgspec.structs.replace(
+        full, quantities={n: v for n, v in full.quantities.items() if n in {"pool_blocks", "usable_blocks", "block_size", "kv_dtype"}}
+    )
+    assert read_model(config, few).parts["block.tp2"].value == BLOCK // 2
 
 
 def test_what_an_engine_does_not_group_still_has_weights(config: Path, tmp_path: Path) -> None:
