@@ -249,6 +249,17 @@ def test_tasks_weighed_by_likelihood_are_refused_before_anything_is_measured_whe
         assert "tokenizer_backend=None" in " ".join(harness.command(endpoint, settings, tmp_path))
 
 
+def test_the_log_of_a_real_multiple_choice_task_is_read_and_known_as_weighed() -> None:
+    # lm-eval 0.4.13, asked of a server that tells the log-probabilities of a prompt
+    rows = harness.read_samples(DATA / "choice")
+    assert len(rows) == 6
+    assert all(row.passed and row.match == "lm-eval:acc" for row in rows)
+    (log,) = (DATA / "choice").glob("samples_*.jsonl")
+    assert all(likelihood.is_weighed(json.loads(line)) for line in log.read_text().splitlines())
+    generated = next((DATA / "f16").glob("samples_*.jsonl")).read_text().splitlines()
+    assert not any(likelihood.is_weighed(json.loads(line)) for line in generated)
+
+
 def test_a_score_by_likelihoods_that_the_server_did_not_tell_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "logs"
     write(data, sample(0, resps=[[["0.0", "False"]], [["0.0", "True"]]]))
