@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def _beside(made: Architecture, folder: Path) -> Architecture:
     """Add what ModelOpt writes into a file of its own beside the configuration: the cache type of a quantised checkpoint."""
     quantised = folder / "hf_quant_config.json"
     if not made.kv_dtype_stated and quantised.is_file():
-        made = replace(made, kv_dtype_stated=_kv_type({"quantization_config": {"quant_method": "modelopt", **read_json(quantised)}}))
+        made = replace(made, kv_dtype_stated=_kv_type({"quantization_config": {"quant_method": "modelopt", **read_json(quantised)}}, made.layers))
     return made
 
 
@@ -120,7 +120,7 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
         layers=tuple(layers),
         context=context,
         dtype=_dtype(raw, text),
-        kv_dtype_stated=_kv_type(raw) or _kv_type(text),
+        kv_dtype_stated=_kv_type(raw, layers) or _kv_type(text, layers),
         query_heads=queries,
         assumptions=tuple(dict.fromkeys(fields.assumptions)),
         notes=tuple(notes),
@@ -276,8 +276,11 @@ def _dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     return ""
 
 
-def _kv_type(config: Mapping[str, Any]) -> str:
-    """Return the cache type that a quantised checkpoint asks for: ``kv_cache_scheme``, or a ModelOpt name. "" where it asks for none."""
+def _kv_type(config: Mapping[str, Any], layers: Sequence[Layer]) -> str:
+    """Return the cache type that a quantised checkpoint asks for: ``kv_cache_scheme``, or a ModelOpt name. "" where it asks for none.
+
+    ModelOpt's fp8 is plain fp8 (vLLM 0.32), also where a sparse latent's fp8 would have rows of its own.
+    """
     quantised = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(quantised, Mapping):
         return ""
@@ -292,8 +295,8 @@ def _kv_type(config: Mapping[str, Any]) -> str:
     for group in groups:
         for key in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype"):
             name = str(group.get(key) or "").lower()
-            if name == "fp8" and "nvfp4" in str(group.get("quant_algo")).lower():
-                return "fp8_e4m3"  # weights for cards that keep a sparse latent as plain fp8
+            if name == "fp8" and str(quantised.get("quant_method") or "").startswith("modelopt") and any(layer.index_size for layer in layers):
+                return "fp8_e4m3"
             if name in ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8"):
                 return name
     return ""

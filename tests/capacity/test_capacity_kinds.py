@@ -68,3 +68,6 @@ def test_the_cache_type_beside_a_configuration_counts_for_the_file_as_for_its_fo
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}))
     stated = [read_architecture(path).kv_dtype_stated for path in (tmp_path, tmp_path / "config.json", tmp_path / "other.json")]
     assert stated == ["fp8", "fp8", ""]
+    sparse = json.loads((Path(__file__).parent.parent / "data" / "capacity" / "configs" / "deepseek-v3.2.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**sparse, "quantization_config": None}))
+    assert read_architecture(tmp_path).kv_dtype_stated == "fp8_e4m3"
