@@ -373,7 +373,9 @@ def _notes(given: Answer) -> tuple[str, ...]:
     if shape.mtp and not model.mtp_layers:
         parts.append("no draft layers are counted: the configuration has none")
     if shape.tp > 1 and any(layer.kind == "mla" for layer in model.layers):
-        parts.append(f"a latent cache is whole on each of {shape.tp} GPUs: --tp does not lower its bytes per GPU (--dcp does)")
+        parts.append(
+            f"a latent cache is whole on each of {shape.tp} GPUs: --tp does not lower its bytes per GPU{' (--dcp does)' if shape.engine == 'vllm' else ''}"
+        )
     if shape.pp > 1:
         sizes = ", ".join(str(len(stage)) for stage in stages(len(model.layers), shape.pp))
         parts.append(
