@@ -136,7 +136,12 @@ def _split(
         left = total.bytes - sum(part.bytes or 0.0 for part in (*stated, *outside))
         if left < 0:
             stated, left = [], total.bytes - sum(part.bytes or 0.0 for part in outside)
-            notes.append("the start-up log states more than the card has in use: it is of another start, or not all of it was touched yet")
+            if any(part.how == COMPUTED for part in known):
+                notes.append(
+                    "pool and weights as computed are more than the card has in use: the model named, or the number of its GPUs, is not this server's"
+                )
+            else:
+                notes.append("the start-up log states more than the card has in use: it is of another start, or not all of it was touched yet")
         what = "everything else in use" if free.bytes is not None else "everything else, in use or free"
         apart = [*stated, _computed("unattributed", left, "the total less the other parts", what)] if left else stated
         return nothing, (*apart, *outside)

@@ -6,6 +6,7 @@ A server's own log states weights and pool; without it they are computed, and sa
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,7 @@ from pytest_kvcache.capacity.layout import EngineShape, Layout
 from pytest_kvcache.capacity.planner import plan
 from pytest_kvcache.capacity.pool import lay_out
 from pytest_kvcache.capacity.told import told
-from pytest_kvcache.capacity.weighing import weigh
+from pytest_kvcache.capacity.weighing import stage_shares, weigh
 from pytest_kvcache.errors import CannotJudge, KvError
 from pytest_kvcache.observe.inspecting import Inspection
 from pytest_kvcache.quantities import Missing, Reading
@@ -35,7 +36,7 @@ _PP = re.compile(rf"(?:^| )(?:--pipeline-parallel-size|-pp|--pp-size|--pp|--pipe
 class Model:
     """The cache groups of a model (holding.Group), and its ``parts`` as a Run's record holds them.
 
-    ``weights`` and ``weights.spread`` are of the whole model; ``block.tpN`` the bytes of one block on one of N GPUs, ``block.tpN.ppM.S`` on a GPU
+    ``weights`` and ``weights.spread`` are of the whole model, ``weights.ppM.S`` the share of stage S of M; ``block.tpN`` the bytes of one block on one of N GPUs, ``block.tpN.ppM.S`` on a GPU
     of stage S of M; ``layout`` says why the layout is not the server's own, and then there is no block.
     """
 
@@ -68,6 +69,10 @@ def read_model(config: Path, server: SnapshotRecord) -> Model:
         parts["weights.spread"] = ValueRecord.of(Reading(float(found.spread_bytes), "bytes", source))
     except KvError as error:
         parts["weights"] = ValueRecord.of(Missing(f"{error.what}; the folder with its safetensors would tell"))
+    with contextlib.suppress(KvError):
+        for pp in STAGES[1:]:
+            for stage, share in enumerate(stage_shares(config, architecture, pp)):
+                parts[f"weights.pp{pp}.{stage}"] = ValueRecord.of(Reading(share, "ratio", "layers of the stage, with embedding or output head"))
     if server.engine not in GROUPING:
         if isinstance(parts["weights"].to_value(), Missing):
             groups_of(config, server)  # says why nothing is told
@@ -194,16 +199,22 @@ def computed_parts(
         return {"weights": split, "pool": split}
     found: dict[str, Reading | Missing] = {}
     whole = parts["weights"].to_value() if "weights" in parts else Missing("the model's files were not weighed")
-    shared = f", shared evenly by {split.gpus} GPUs ({split.how})" if split.gpus > 1 else ""
     found["weights"] = whole
+    stage = min(rank // split.tp, split.pp - 1)
     if isinstance(whole, Reading):
-        found["weights"] = Reading(whole.number() / split.gpus, "bytes", f"computed: {whole.source.removesuffix(', over all GPUs')}{shared}")
+        told = parts[f"weights.pp{split.pp}.{stage}"].to_value() if f"weights.pp{split.pp}.{stage}" in parts else None
+        share = told.number() if isinstance(told, Reading) else 1.0 / split.pp
+        how = f", {share * 100:.1f} % of them on stage {stage + 1} of {split.pp}" if split.pp > 1 else ""
+        how += f", shared evenly by {split.tp} GPUs" if split.tp > 1 else ""
+        mine = whole.number() * share / split.tp
         spread = parts["weights.spread"].to_value() if "weights.spread" in parts else None
-        off = spread.number() / split.gpus if isinstance(spread, Reading) else 0.0
-        # embedding and head lie on the first and the last stage; norms and small matrices are whole on each rank
-        uneven = (0.02 if split.tp > 1 else 0.0) + (0.1 if split.pp > 1 else 0.0)
-        found["weights.spread"] = Reading(off + uneven * whole.number() / split.gpus, "bytes", "")
-    name = f"block.tp{split.tp}" + (f".pp{split.pp}.{min(rank // split.tp, split.pp - 1)}" if split.pp > 1 else "")
+        off = spread.number() / whole.number() if isinstance(spread, Reading) and whole.number() else 0.0
+        # norms and small matrices are whole on each rank; where layers could not be counted, embedding and head make stages uneven
+        off += (0.02 if split.tp > 1 else 0.0) + (0.1 if split.pp > 1 and not isinstance(told, Reading) else 0.0)
+        words = f"computed: {whole.source.removesuffix(', over all GPUs')}{how}" + (f" ({split.how})" if split.gpus > 1 else "")
+        found["weights"] = Reading(mine, "bytes", words)
+        found["weights.spread"] = Reading(off * mine, "bytes", "")
+    name = f"block.tp{split.tp}" + (f".pp{split.pp}.{stage}" if split.pp > 1 else "")
     lacking = (
         parts["layout"].to_value() if "layout" in parts else Missing(f"the model's files tell no block for {split.tp} ranks and {split.pp} stages")
     )

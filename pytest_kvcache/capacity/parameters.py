@@ -6,7 +6,7 @@ Norms, biases and routers' corrections are left out: they are below a part in tw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,24 @@ class Parameters:
     embeddings: int
     beside: bool = False
     """Whether the file speaks of further modules (vision, audio) that are not counted."""
+    layers: tuple[int, ...] = ()
+    """The matrices of each layer."""
+    table: int = 0
+    """The embedding table; the output head is as large."""
+    tied: bool = False
+    """Whether the head is the table itself."""
 
     @property
     def total(self) -> int:
         """All of them."""
         return self.linear + self.embeddings
+
+    def shares(self, stages: Sequence[range]) -> tuple[float, ...]:
+        """Return the share of all of them that each pipeline stage holds: the first has the embedding, the last the output head (a copy, where they are tied)."""
+        held = [sum(self.layers[index] for index in stage if index < len(self.layers)) for stage in stages]
+        held[0] += self.embeddings - (0 if self.tied else self.table)
+        held[-1] += self.table if len(stages) > 1 or not self.tied else 0
+        return tuple(size / self.total for size in held)
 
 
 def count_parameters(raw: Mapping[str, Any], text: Mapping[str, Any], architecture: Architecture) -> Parameters:
@@ -63,17 +76,17 @@ def count_parameters(raw: Mapping[str, Any], text: Mapping[str, Any], architectu
     fields = Fields(text, defaults=families.class_defaults(family), name=architecture.name, family=family)
     hidden = fields.need(*_HIDDEN)
     layers = [layer for layer in architecture.layers if not (layer.kind == "cross" and family == "mllama_text_model")]
-    linear = experts = 0
+    sizes: list[int] = []
+    experts = 0
     for index, layer in enumerate(layers):
-        linear += _attention(fields, architecture, layer, hidden) + _mixer(fields, layer, hidden)
         dense, routed = _mlp(fields, layer, index, hidden)
-        linear += dense + routed
+        sizes.append(_attention(fields, architecture, layer, hidden) + _mixer(fields, layer, hidden) + dense + routed)
         experts += routed
     vocabulary = fields.need("vocab_size", "padded_vocab_size")
     tied = bool(fields.get("tie_word_embeddings", default=raw.get("tie_word_embeddings", family in TIED_UNLESS_STATED)))
     embeddings = vocabulary * hidden * (1 if tied else 2) + _positions(fields, hidden)
     beside = any(isinstance(raw.get(key), Mapping) for key in ("vision_config", "audio_config", "vision_tower_config", "encoder_config"))
-    return Parameters(linear, experts, embeddings, beside)
+    return Parameters(sum(sizes), experts, embeddings, beside, tuple(sizes), vocabulary * hidden, tied)
 
 
 def _positions(fields: Fields, hidden: int) -> int:

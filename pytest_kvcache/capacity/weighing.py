@@ -11,7 +11,7 @@ from pytest_kvcache.capacity.architecture import read_architecture, text_model
 from pytest_kvcache.capacity.card import Weights, find_weights
 from pytest_kvcache.capacity.fields import read_json
 from pytest_kvcache.capacity.formats import parse_format
-from pytest_kvcache.capacity.growth import resolve_dtypes
+from pytest_kvcache.capacity.growth import resolve_dtypes, stages
 from pytest_kvcache.capacity.layers import Architecture
 from pytest_kvcache.capacity.parameters import count_parameters
 from pytest_kvcache.errors import CannotJudge
@@ -57,6 +57,14 @@ def weigh(source: Path, architecture: Architecture | None = None, dtype: str = "
     off = (_QUANTISED if bits else _COUNTED) + (_MODULES if found.beside else 0.0)
     beside = ", without the modules for images or sound" if found.beside else ""
     return _counted(Weights(round(total), f"counted from {_named(source)}: {words}{beside}"), off)
+
+
+def stage_shares(source: Path, architecture: Architecture, pp: int) -> tuple[float, ...]:
+    """Return the share of a model's weights on each of ``pp`` pipeline stages. Raises CannotJudge where its matrices are not known."""
+    if source.suffix.lower() == ".gguf":
+        raise CannotJudge("a GGUF file is not spread over pipeline stages", where=str(source)[:200])
+    raw = read_json(source / "config.json" if source.is_dir() else source)
+    return count_parameters(raw, text_model(raw)[0], architecture).shares(stages(len(architecture.layers), pp))
 
 
 def _counted(weights: Weights, off: float) -> Weighed:

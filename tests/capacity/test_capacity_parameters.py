@@ -146,3 +146,13 @@ def test_a_model_of_several_modalities_says_what_is_not_counted(tmp_path: Path) 
     found = weigh(tmp_path)
     assert "without the modules for images or sound" in found.source
     assert found.spread_bytes > 0.1 * found.total_bytes
+
+
+@pytest.mark.parametrize(("name", "copies"), [("Llama-2-7B", 0), ("Gemma-2-9B", 1), ("gpt2", 1)])
+def test_stages_hold_the_whole_model_and_a_tied_table_twice(name: str, copies: int) -> None:
+    raw, _ = PUBLISHED[name]
+    found = count_parameters(raw, raw, read_architecture(raw))
+    assert sum(found.shares([range(len(found.layers))])) == pytest.approx(1)
+    half = len(found.layers) // 2
+    first, last = found.shares([range(half), range(half, len(found.layers))])
+    assert (first + last - 1) * found.total == pytest.approx(copies * found.table)
