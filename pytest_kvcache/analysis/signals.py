@@ -251,7 +251,7 @@ def _cards(ledgers: Sequence[CardLedger]) -> dict[str, Value]:
     left: Value = none
     if tight is not None:
         left = Reading((tight.free.bytes or 0.0) / (tight.total.bytes or 1.0), "ratio", f"free of {tight.name}")
-    elif stated := [share for one in ledgers if one.kind == GPU and (share := _left_by_share(one)) is not None]:
+    elif stated := [share for one in ledgers if (share := _left_by_share(one)) is not None]:
         left = Reading(min(stated), "ratio", "what the share leaves of the card, less what the log states on top of it: an upper bound")
     return {
         "card.other_bytes": Reading(foreign.others.bytes or 0.0, "bytes", foreign.name) if foreign is not None else why,
@@ -260,10 +260,11 @@ def _cards(ledgers: Sequence[CardLedger]) -> dict[str, Value]:
 
 
 def _left_by_share(one: CardLedger) -> float | None:
-    """Return the share of a card that its server leaves free by what the log states, where nobody measured it."""
-    if isinstance(one.budget, Missing) or isinstance(one.over_budget, Missing) or not one.total.bytes:
+    """Return the share of a card that its server leaves free by what the log states, where nobody measured it: the card is its budget over its share."""
+    if isinstance(one.budget, Missing) or isinstance(one.over_budget, Missing) or isinstance(one.utilization, Missing) or not one.utilization.number():
         return None
-    return max(one.total.bytes - one.budget.number() - one.over_budget.number(), 0.0) / one.total.bytes
+    total = one.budget.number() / one.utilization.number()
+    return max(total - one.budget.number() - one.over_budget.number(), 0.0) / total if total > 0 else None
 
 
 def _room(seen: Seen) -> dict[str, Value]:

@@ -32,7 +32,11 @@ def state(pool: int, usage: float, running: float, waiting: float, **more: Any) 
 
 def test_b05_graphs_on_top_of_a_spent_budget_are_over_utilization(tmp_path: Path) -> None:
     found = said(on_cards(tmp_path, [card(total=23.51, used=22.6, ours=22.6)], read_memory(B05), 0.8641841836125489))
-    assert "2.28 GiB beyond its share" in found["over-utilization"]
+    assert "2.28 GiB beyond its share, and 3.9 % of the card are left" in found["over-utilization"]
+    log_alone = said(on_cards(tmp_path / "log", [], read_memory(B05), 0.8641841836125489))
+    assert "2.28 GiB beyond its share, and 3.9 % of the card are left" in log_alone["over-utilization"]
+    room = said(on_cards(tmp_path / "room", [card(total=80, used=72.6, ours=72.6)], [worker(pool=56, weights=14, activation=1.5, graphs=1.1)], 0.9))
+    assert "over-utilization" not in room, "graphs on top of the share are no danger where a tenth of the card is free"
 
 
 def test_b11_equal_inputs_and_another_pool(tmp_path: Path) -> None:
