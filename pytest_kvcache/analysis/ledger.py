@@ -46,6 +46,8 @@ def reconcile(facts: Facts) -> CardLedger:
     notes = list(facts.notes)
     rest, parts = _split(facts, total, free, reserved, server, others, pool, weights, details, notes)
     utilization, budget = _share(stated, total, facts)
+    if facts.kind == HOST and isinstance(budget, Reading) and not isinstance(stated.get("budget"), Reading) and _elsewhere(server, weights):
+        budget = Missing("its processes hold less of the machine's memory than its weights alone: they lie on cards that nobody reads here")
     expected = _less(budget, weights, "the share of the card less the weights" + (" as computed" if weights.how == COMPUTED else ""))
     squeezed = _squeezed(expected, pool, weights, facts)
     outside = _idle_outside(free, budget, server, pool, weights)
@@ -198,6 +200,11 @@ def _share(stated: Mapping[str, Value], total: Part, facts: Facts) -> tuple[Valu
     if facts.share_of_free and isinstance(free, Reading):
         return utilization, Reading(utilization.number() * free.number(), "bytes", f"{utilization.number():g} x what was free at the start")
     return utilization, Reading(utilization.number() * (total.bytes or 0.0), "bytes", f"{utilization.number():g} x the card's total")
+
+
+def _elsewhere(server: Part, weights: Part) -> bool:
+    """Return whether a server's memory is not the machine's: cards of another maker, or whose driver's library is not here."""
+    return server.bytes is not None and weights.bytes is not None and server.bytes < weights.bytes
 
 
 def _less(budget: Value, part: Part, source: str) -> Value:

@@ -39,6 +39,14 @@ def test_b05_graphs_on_top_of_a_spent_budget_are_over_utilization(tmp_path: Path
     assert "over-utilization" not in room, "graphs on top of the share are no danger where a tenth of the card is free"
 
 
+def test_cards_that_nobody_reads_are_not_the_machines_memory(tmp_path: Path) -> None:
+    """As on a machine with AMD's cards: share times the machine's memory is no expected pool."""
+    unread = on_cards(tmp_path, [], [worker(pool=56, weights=14, activation=1.2, graphs=0.6)], 0.9)
+    assert not {"squeezed-pool", "over-utilization"} & set(said(unread))
+    why = {one.id: one.why for one in find(unread).unseen}
+    assert "cards that nobody reads here" in why["squeezed-pool"]
+
+
 def test_b11_equal_inputs_and_another_pool(tmp_path: Path) -> None:
     before = made(tmp_path / "1", usable=10_000)
     assert "pool-changed" in said(made(tmp_path / "2", usable=9_800), before)
