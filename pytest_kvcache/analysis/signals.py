@@ -261,7 +261,12 @@ def _cards(ledgers: Sequence[CardLedger]) -> dict[str, Value]:
 
 def _left_by_share(one: CardLedger) -> float | None:
     """Return the share of a card that its server leaves free by what the log states, where nobody measured it: the card is its budget over its share."""
-    if isinstance(one.budget, Missing) or isinstance(one.over_budget, Missing) or isinstance(one.utilization, Missing) or not one.utilization.number():
+    if (
+        isinstance(one.budget, Missing)
+        or isinstance(one.over_budget, Missing)
+        or isinstance(one.utilization, Missing)
+        or not one.utilization.number()
+    ):
         return None
     total = one.budget.number() / one.utilization.number()
     return max(total - one.budget.number() - one.over_budget.number(), 0.0) / total if total > 0 else None
