@@ -109,7 +109,7 @@ def diagnose(arguments: argparse.Namespace, settings: Settings) -> Diagnosis:
 def _stored(arguments: argparse.Namespace, settings: Settings, rules: Sequence[Any]) -> Diagnosis:
     import msgspec
 
-    from pytest_kvcache.analysis.own_rules import kept_rules, rule_set
+    from pytest_kvcache.analysis.own_rules import readable_rules, rule_set
     from pytest_kvcache.analysis.timeline import analyse
     from pytest_kvcache.judge.baseline import load_baseline
     from pytest_kvcache.report.model import at_peak
@@ -120,8 +120,11 @@ def _stored(arguments: argparse.Namespace, settings: Settings, rules: Sequence[A
     if settings.reserves != "auto":  # what the user says of the engine now wins over what the Run was measured with
         stated = {"reserves": {"value": settings.reserves, "source": settings.sources.get("reserves", "call")}}
         runs = [replace(run, record=msgspec.structs.replace(run.record, settings={**run.record.settings, **stated})) for run in runs]
-    kept = [path for name in arguments.sources for path in kept_rules(Path(name))]
-    rules = rule_set([*kept, *settings.rules]).rules if kept else rules
+    places = [Path(name).expanduser() for name in arguments.sources]
+    sessions = dict.fromkeys(place.parent.parent if place.parent.name == "runs" else place for place in places)
+    kept = [readable_rules(session) for session in sessions]
+    if own := [path for paths, _ in kept for path in paths]:
+        rules = rule_set([*own, *settings.rules]).rules
     if arguments.baseline:
         before = load_baseline(arguments.baseline, reports)
     else:  # a session that compared two sides holds its own
@@ -134,6 +137,7 @@ def _stored(arguments: argparse.Namespace, settings: Settings, rules: Sequence[A
 
     shown = at_peak(analyses)
     notes = [f"{a.run.folder.name} is unsound evidence: {problem.text}" for a in analyses for problem in a.problems[:2]][:6]
+    notes += [f"left out: {one}" for _, wrong in kept for one in wrong]
     return Diagnosis(", ".join(arguments.sources), shown or analyses[0], len(analyses), find_in(analyses, rules, baselines), tuple(notes))
 
 

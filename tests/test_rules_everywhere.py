@@ -73,8 +73,9 @@ def test_a_report_that_is_made_again_carries_them_and_keeps_them(capsys: pytest.
     assert main(["report", str(moved)]) == 0, "on another machine, without the user's file"
     assert all(_told(moved).values())
     capsys.readouterr()
-    assert main(["diagnose", str(moved)]) == 0
-    assert "the house allows none" in capsys.readouterr().out
+    for place in (moved, next((moved / "runs").iterdir())):
+        assert main(["diagnose", str(place)]) == 0
+        assert "the house allows none" in capsys.readouterr().out
     assert main(["report", str(moved), "--rules", str(kept_rules(moved)[0])]) == 0
     assert len(kept_rules(moved)) == 1, "the same file is kept once"
 
@@ -156,12 +157,15 @@ def test_a_later_file_replaces_a_rule_of_an_earlier_one_and_marks_are_no_part_of
     assert rule_set(kept_rules(tmp_path / "kept")).rules[-1].say == own.say
 
 
-def test_a_kept_file_that_this_build_does_not_read_is_told_and_the_report_stands() -> None:
+def test_a_kept_file_that_this_build_does_not_read_is_told_and_the_report_stands(capsys: pytest.CaptureFixture[str]) -> None:
     folder = _stored("session")
     (folder / "rules").mkdir()
     (folder / "rules" / "01-new.toml").write_text(BROKEN)
     assert main(["report", str(folder)]) == 0
     assert "unknown quantity" in (folder / "summary.md").read_text()
+    capsys.readouterr()
+    assert main(["diagnose", str(folder)]) == 0
+    assert "left out: rules/01-new.toml: when: condition" in capsys.readouterr().out
 
 
 def test_a_rule_that_says_it_better_silences_the_other(tmp_path: Path) -> None:

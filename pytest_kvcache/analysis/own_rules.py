@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_kvcache.analysis.findings import MOST_BYTES, Rule, rules_in, shipped_rules
+from pytest_kvcache.errors import UsageError
 from pytest_kvcache.runfolder import write_atomic
 from pytest_kvcache.userfiles import read_user_text
 
@@ -48,6 +49,18 @@ def kept_rules(session: Path) -> list[Path]:
     folder = session / FOLDER
     found = sorted(path for path in folder.glob("*.toml") if path.is_file() and not path.is_symlink()) if folder.is_dir() else []
     return found[:MOST_FILES]
+
+
+def readable_rules(session: Path) -> tuple[list[Path], list[str]]:
+    """Return the kept files that this build reads, and what is wrong with the others: a report is made without them, and says so."""
+    found, wrong = [], []
+    for path in kept_rules(session):
+        try:
+            rule_set([path])
+            found.append(path)
+        except UsageError as error:
+            wrong.append(f"{path.parent.name}/{path.name}: {error.what}")
+    return found, wrong
 
 
 def _plain(name: str) -> str:

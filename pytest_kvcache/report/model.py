@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pytest_kvcache import units
-from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema, UsageError
+from pytest_kvcache.errors import CannotJudge, KvError, UnknownSchema
 from pytest_kvcache.judge import wording
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GateRecord, ValueRecord, VerdictRecord
@@ -99,20 +99,14 @@ def build_view(folder: Path, rules: Sequence[str | Path] = ()) -> SessionView:
     ``rules`` are further files of rules. A Run that cannot be analysed, or a stored file of rules that this build does not read, is named in
     ``unread`` and the others are kept. Raises CannotJudge, UnknownSchema, and UsageError for ``rules``.
     """
-    from pytest_kvcache.analysis.own_rules import kept_rules, rule_set
+    from pytest_kvcache.analysis.own_rules import readable_rules, rule_set
     from pytest_kvcache.analysis.timeline import analyse
 
     verdict = read_verdict(folder)
     sides: dict[str, list[Analysis]] = {"before": [], "after": []}
-    unread: list[str] = []
     rule_set(rules)
-    kept = []
-    for path in kept_rules(folder):
-        try:
-            rule_set([path])
-            kept.append(path)
-        except UsageError as error:
-            unread.append(plain(f"{path.parent.name}/{path.name}: {error.what}"))
+    kept, wrong = readable_rules(folder)
+    unread = [plain(one) for one in wrong]
     try:
         runs = read_runs(folder)
     except UnknownSchema:
