@@ -25,7 +25,7 @@ def _verdict(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 def test_the_suite_judges_a_real_vllm(tmp_path: Path) -> None:
-    verdict, printed = _verdict(tmp_path, f"--kv-launch={SERVER}", "--kv-users=3")
+    verdict, printed = _verdict(tmp_path, f"--kv-launch={SERVER}", "--kv-users=3", "--kv-duration-s=4")
     assert verdict["engine"] == "vllm"
     assert verdict["engine_version"].startswith("0.")
     gates = {(gate["name"], gate.get("lane", "")): gate for gate in verdict["gates"]}
@@ -44,6 +44,7 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
         "--kv-quality-pressure=none",  # minutes on a CPU
         "--kv-repeats=1",
         "--kv-windows=2",
+        "--kv-duration-s=5",
         "--kv-expect-change=kv_dtype",
         "--kv-users=3",
         "-k",
@@ -60,28 +61,13 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
 
 
 def test_a_squeezed_pool_fails_on_free_blocks_and_preemptions(tmp_path: Path) -> None:
-    words = [
-        "--users",
-        "10",
-        "--output-tokens",
-        "200",
-        "--duration-s",
-        "6",
-        "--profile",
-        "normal",
-        "--no-quality",
-        "--repeats",
-        "1",
-        "--windows",
-        "1",
-    ]
+    words = ["--users", "10", "--output-tokens", "200", "--duration-s", "5", "--profile", "normal", "--no-quality", "--repeats", "1", "--windows", "2"]
     sides = ["--before", SERVER, "--after", f"{SERVER} --num-gpu-blocks-override 140", "--expect-change", "num_gpu_blocks_override"]
     command = [sys.executable, "-m", "pytest_kvcache.cli", "compare", *sides, *words]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     (session,) = (tmp_path / "reports").iterdir()
     gates = {gate["name"]: gate for gate in json.loads((session / "verdict.json").read_text())["gates"]}
-    crowded = any(gate["verdict"] == "INVALID" for gate in gates.values())
-    assert result.returncode == (4 if crowded else 1), result.stdout + result.stderr
+    assert result.returncode == 1, result.stdout + result.stderr
     assert gates["preemptions_not_worse"]["verdict"] == "FAIL", result.stdout
     for name in ("usage_not_worse", "free_not_worse"):  # INVALID: telemetry was missed on a crowded machine, before the change
         assert gates[name]["verdict"] in {"FAIL", "INVALID"}, result.stdout
