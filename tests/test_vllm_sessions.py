@@ -61,7 +61,21 @@ def test_an_fp8_cache_doubles_the_pool_and_keeps_the_answers(tmp_path: Path) -> 
 
 
 def test_a_squeezed_pool_fails_on_free_blocks_and_preemptions(tmp_path: Path) -> None:
-    words = ["--users", "10", "--output-tokens", "200", "--duration-s", "5", "--profile", "normal", "--no-quality", "--repeats", "1", "--windows", "2"]
+    words = [
+        "--users",
+        "10",
+        "--output-tokens",
+        "200",
+        "--duration-s",
+        "5",
+        "--profile",
+        "normal",
+        "--no-quality",
+        "--repeats",
+        "1",
+        "--windows",
+        "2",
+    ]
     sides = ["--before", SERVER, "--after", f"{SERVER} --num-gpu-blocks-override 140", "--expect-change", "num_gpu_blocks_override"]
     command = [sys.executable, "-m", "pytest_kvcache.cli", "compare", *sides, *words]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)

@@ -384,7 +384,7 @@ def test_an_option_that_the_embedded_engine_does_not_have_is_a_usage_error_befor
 def test_an_engine_of_ours_leaves_the_cpu_to_the_load(tmp_path: Path) -> None:
     with launch("llamacpp --slots 1", Settings(), tmp_path / "server.log") as server:
         root = server.pids()[0]
-        assert psutil.Process(root).nice() == 10
+        assert psutil.Process(root).nice() == min(os.nice(0) + 10, 19)
         group = Path(f"/proc/{root}/autogroup")
         if group.exists():  # kernels without autogroups schedule by the niceness of the process
             assert group.read_text().split() in ([], [group.read_text().split()[0], "nice", "10"])
