@@ -153,7 +153,7 @@ class Sender:
             self._compare_limit(error_text, output_tokens)
         failed = contract.is_rejection(outcome)
         failure = (f"{outcome} (HTTP {status})" if status else outcome) if failed else ""
-        tell(session.environment, lane, f"{target.path} {lane}", failure, sent_s, end_s, stream)
+        tell(session.environment, lane, f"{target.path} {lane}", failure, sent_s, end_s, stream, first_s if attempt else None)
         return Ended(outcome, end_s, failed), again_s
 
     def _compare_limit(self, error: str, output_tokens: int) -> None:

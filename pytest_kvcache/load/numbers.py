@@ -28,11 +28,11 @@ def be_exact() -> None:
     locust.stats.bucket_response_time = exact_bucket
 
 
-def tell(environment: Any, lane: str, name: str, failure: str, sent_s: float, end_s: float, stream: Stream) -> None:
+def tell(environment: Any, lane: str, name: str, failure: str, sent_s: float, end_s: float, stream: Stream, first_s: float | None = None) -> None:
     """Give Locust its rows: the request by its whole time, the time to its first token, and the rate of its tokens after that one.
 
     The last two have rows of their own only: in the sum of all rows a request would count twice. In the row of rates what Locust calls
-    milliseconds are tokens a second.
+    milliseconds are tokens a second. A request that was sent again has a third row, by the time since its first attempt should have started, ``first_s``.
     """
     environment.events.request.fire(
         request_type="POST",
@@ -46,6 +46,8 @@ def tell(environment: Any, lane: str, name: str, failure: str, sent_s: float, en
     if stream.first_token_s is None:
         return
     environment.stats.get(f"first token {lane}", "TTFT").log((stream.first_token_s - sent_s) * 1e3, 0)
+    if first_s is not None and not failure:
+        environment.stats.get(f"sent again, answered {lane}", "AGAIN").log((end_s - first_s) * 1e3, 0)
     streamed_s = end_s - stream.first_token_s
     if not failure and stream.completion_tokens is not None and stream.completion_tokens > 1 and streamed_s > SHORTEST_S:
         environment.stats.get(f"tokens/s of a stream {lane}", "RATE").log((stream.completion_tokens - 1) / streamed_s, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import struct
 import time
@@ -168,6 +169,10 @@ def test_a_refused_request_is_sent_again_where_that_was_asked_for(tmp_path: Path
     assert first.first_intended_s is None
     assert second.first_intended_s == third.first_intended_s == first.intended_s, "how long its user waited in all is known"
     assert other.intended_s >= third.end_s
+    again = re.search(r"^AGAIN +sent again, answered normal +(\d+) +0\(0\.00%\) \| +(\d+) ", (tmp_path / "locust.log").read_text(), re.MULTILINE)
+    assert again is not None, "Locust's summary tells how many were answered after they were sent again, and how long they waited in all"
+    assert int(again[1]) == 1
+    assert int(again[2]) == pytest.approx((third.end_s - first.intended_s) * 1e3, abs=2)
 
 
 def test_retries_end(tmp_path: Path) -> None:
