@@ -126,6 +126,7 @@ def _from_config(raw: Mapping[str, Any], name: str, assume: Mapping[str, str]) -
         notes=tuple(notes),
         refused_by_vllm=_refused(architectures or [], fields, layers),
         context_stated=fields.has(*CONTEXT, "model_max_length"),
+        unscaled_context=_unscaled(fields),
         mtp_layers=_draft_layers(fields, layers),
     )
 
@@ -266,6 +267,15 @@ def _context(fields: Fields, raw: Mapping[str, Any]) -> int | None:
     ):
         return int(length * factor)
     return length
+
+
+def _unscaled(fields: Fields) -> int | None:
+    """Return the length that a model with LongRoPE was first made for; None for all others."""
+    scaling = fields.get("rope_scaling", "rope_parameters")
+    kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
+    if kind not in ("longrope", "su"):
+        return None
+    return fields.whole("original_max_position_embeddings", default=4096 if fields.family in ("phi3", "phi4_multimodal") else None, least=1)
 
 
 def _dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ class Architecture:
 
     ``context`` is the longest sequence that it was made for (None: not stated; ``context_stated`` False: a class default); ``dtype`` the data type of its weights ("" not stated);
     ``kv_dtype_stated`` the cache type that the checkpoint itself asks for ("" none); ``query_heads`` what tensor parallelism must divide (0: unknown);
-    ``parameters`` where they can be counted; ``assumptions`` what the user stated or what a class default supplied, in words;
+    ``unscaled_context`` is the length before LongRoPE, which vLLM takes where nobody states one (None: no LongRoPE). ``parameters`` where they can be counted; ``assumptions`` what the user stated or what a class default supplied, in words;
     ``notes`` what a reader should know; ``refused_by_vllm`` why vLLM 0.32 would not serve it ("" it would).
     """
 
@@ -80,6 +80,7 @@ class Architecture:
     notes: tuple[str, ...] = ()
     refused_by_vllm: str = ""
     context_stated: bool = True
+    unscaled_context: int | None = None
     mtp_layers: tuple[Layer, ...] = field(default=())
 
     def of_kind(self, *kinds: Kind) -> tuple[Layer, ...]:

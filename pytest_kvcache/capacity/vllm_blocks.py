@@ -63,6 +63,10 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
     length = _max_model_len(architecture, shape)
     if architecture.context is None and not (shape.max_model_len and shape.max_model_len > 0):
         assumptions.append(f"the longest sequence is taken as {UNSTATED_LENGTH} tokens: the configuration does not say")
+    elif architecture.unscaled_context and length == architecture.unscaled_context and not (shape.max_model_len and shape.max_model_len > 0):
+        assumptions.append(
+            f"max_model_len is taken as {length}, as vLLM takes it before LongRoPE; --max-model-len up to {architecture.context} is served too"
+        )
     block_size, block_note = _block_size(architecture, shape, length, cache_type)
     notes += block_note
     layers = architecture.layers + (architecture.mtp_layers if shape.mtp else ())
@@ -98,7 +102,7 @@ def lay_out_vllm(architecture: Architecture, shape: EngineShape) -> Layout:
 def _max_model_len(architecture: Architecture, shape: EngineShape) -> int:
     if shape.max_model_len is not None and shape.max_model_len > 0:
         return shape.max_model_len
-    return architecture.context or UNSTATED_LENGTH
+    return architecture.unscaled_context or architecture.context or UNSTATED_LENGTH
 
 
 def default_seats(shape: EngineShape) -> int:

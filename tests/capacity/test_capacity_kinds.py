@@ -71,3 +71,17 @@ def test_the_cache_type_beside_a_configuration_counts_for_the_file_as_for_its_fo
     sparse = json.loads((Path(__file__).parent.parent / "data" / "capacity" / "configs" / "deepseek-v3.2.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**sparse, "quantization_config": None}))
     assert read_architecture(tmp_path).kv_dtype_stated == "fp8_e4m3"
+
+
+def test_a_length_that_nobody_states_is_the_one_before_longrope_on_vllm() -> None:
+    model = {"model_type": "phi3", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512, "max_position_embeddings": 131072,
+        "sliding_window": None, "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}  # fmt: skip
+    made = read_architecture(model)
+    layout = lay_out(made, EngineShape())
+    assert layout.max_model_len == 4096
+    assert any("before LongRoPE" in line for line in layout.assumptions)
+    assert lay_out(made, EngineShape(max_model_len=100_000)).refusal == ""
+    assert "greater than the derived" in lay_out(made, EngineShape(max_model_len=200_000)).refusal
+    assert lay_out(made, EngineShape(engine="sglang")).max_model_len == 131072
+    assert lay_out(read_architecture({**model, "original_max_position_embeddings": 8192}), EngineShape()).max_model_len == 8192
+    assert lay_out(read_architecture({**model, "rope_scaling": None}), EngineShape()).max_model_len == 131072
