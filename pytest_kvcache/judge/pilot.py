@@ -20,6 +20,8 @@ from pytest_kvcache.quantities import Missing
 
 CHANCE = 0.90
 """The least chance with which an equal candidate is to pass all gates on window values."""
+HOPELESS = 0.10
+"""Where the widest quantity passes with a smaller chance than this even with the most pairs, none are added: they would be spent for nothing."""
 FEWEST = 3
 """Fewest pairs whose spread may choose: two of them tell next to nothing of it."""
 _SPACE = ("usage", "free_blocks", "free_tokens")
@@ -52,7 +54,7 @@ def choose(before: Sequence[Analysis], after: Sequence[Analysis], margins: Margi
     """Return how many pairs an experiment takes in all, from ``pilot`` up to ``most``, by the spread of the first ``pilot`` pairs.
 
     The number is the least with which an equal candidate passes the gates of all profiles with a chance of CHANCE at least: the chances to miss add
-    up at most (Bonferroni), however the quantities hang together. Single requests, counts and quality items do not enter. Raises ValueError where
+    up at most (Bonferroni), however the quantities hang together; where the cap makes it hopeless, it stays at ``pilot``. Single requests, counts and quality items do not enter. Raises ValueError where
     a pilot is shorter than FEWEST.
     """
     if pilot < FEWEST:
@@ -60,6 +62,8 @@ def choose(before: Sequence[Analysis], after: Sequence[Analysis], margins: Margi
     spreads, left_out = _spreads(before, after, margins, pilot)
     wanted = next((n for n in range(pilot, stats.MOST_WINDOWS + 1) if _misses(spreads, n, pilot) <= 1 - CHANCE), None)
     repeats = min(wanted if wanted is not None else most, most)
+    if repeats != wanted and any(found.miss(most, pilot) > 1 - HOPELESS for found in spreads):
+        repeats = pilot
     records = [
         SpreadRecord(
             gate=found.one.name,
@@ -132,8 +136,10 @@ def said(choice: RepeatChoice) -> str:
     if choice.wanted is not None and choice.wanted <= choice.most:
         return f"{choice.repeats} repeats: {what}; an equal candidate then passes with a chance of {CHANCE * 100:.0f} % or more"
     needed = f"{choice.wanted} repeats" if choice.wanted is not None else f"more than {stats.MOST_WINDOWS} repeats"
-    share = round(choice.chance * 100)
-    rest = f"an equal candidate passes with a chance of at least {share} %" if share else "an equal candidate will hardly pass"
+    if choice.repeats == choice.pilot:
+        less = "a longer window, an open loop or a quieter machine spreads less"
+        return f"no more than {choice.repeats} repeats: {needed} would be needed, which --kv-most-repeats={choice.most} is far from: {what}; {less}"
+    rest = f"an equal candidate passes with a chance of at least {choice.chance * 100:.0f} %"
     return f"{choice.repeats} repeats, where {needed} would be needed (--kv-most-repeats cuts them): {what}; {rest}"
 
 
