@@ -191,13 +191,14 @@ def _gate(view: SessionView, gate: GateRecord, methods: Sequence[str]) -> dict[s
     interval = show_interval(gate) if not view.compared or gate.before is not None or gate.after is not None else ""
     missing = gate.value.missing if gate.value is not None else None
     text = gate_sentence(gate) or missing or ""
+    text = text if gate.verdict != "PASS" or gate.before is not None or gate.bound is None else ""
     return {
         "verdict": shown_verdict(gate),
         "kind": "unsure" if warns(gate) else _KINDS.get(gate.verdict, "unsure"),
         "title": gate_title(gate),
-        "text": text if gate.verdict != "PASS" or gate.before is not None or gate.bound is None else "",
+        "text": text,
         "beside": beside(view, gate),
-        "better": improvement(gate),
+        "better": better if (better := improvement(gate)) not in text else "",
         "note": methods.index(method) + 1 if (method := plain(gate.method, 300)) in methods else 0,
         "before": before,
         "after": after,
