@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -44,13 +45,24 @@ _WORDS = 4 << 20
 
 def start_memory(run: Run) -> list[StartMemory]:
     """Return what the start-up logs of the Run's servers state: as recorded, else out of its server.log."""
-    if run.record.start_memory:
-        return list(run.record.start_memory)
-    try:
-        with (run.folder / "server.log").open("rb") as file:
-            return read_memory(file.read(_WORDS).decode("utf-8", "replace"))
-    except OSError:
-        return []
+    kept = list(run.record.start_memory)
+    stale = [worker for worker in kept if _is_overridden(run, worker.endpoint) and "blocks" not in worker.parts and "pool" in worker.parts]
+    if kept and not stale:
+        return kept
+    if len(run.record.endpoints) < 2:
+        with contextlib.suppress(OSError), (run.folder / "server.log").open("rb") as file:
+            if (found := read_memory(file.read(_WORDS).decode("utf-8", "replace"))) or not kept:
+                return found
+    # recorded before overridden pools were told from the memory that was found for them
+    return [_without_pool(worker) if worker in stale else worker for worker in kept]
+
+
+def _is_overridden(run: Run, endpoint: int) -> bool:
+    return endpoint < len(run.record.before) and isinstance(run.record.before[endpoint].value("num_gpu_blocks_override"), Reading)
+
+
+def _without_pool(worker: StartMemory) -> StartMemory:
+    return StartMemory(worker.worker, worker.pid, worker.endpoint, {name: part for name, part in worker.parts.items() if name != "pool"})
 
 
 def read_ledgers(run: Run, values: Mapping[str, Value], memory: Memory | None = None) -> list[CardLedger]:

@@ -192,6 +192,8 @@ def _share(stated: Mapping[str, Value], total: Part, facts: Facts) -> tuple[Valu
     if not facts.has_share:
         never = Missing("this engine sizes its pool by tokens and not by a share of the card")
         return never, never
+    if facts.kind == HOST and facts.by_hand:
+        return utilization, Missing("the pool was set by hand, and a share of the machine decides nothing")
     if isinstance(budget, Reading):
         return utilization, budget
     if isinstance(utilization, Missing) or (total.bytes is None and not (facts.share_of_free and isinstance(stated.get("free_at_start"), Reading))):

@@ -68,9 +68,11 @@ def _card(analysis: Analysis) -> Reconciliation:
         isinstance(part.value, Missing) for ledger in analysis.ledgers for part in (ledger.pool, ledger.weights)
     ):
         unknown = {part.title for ledger in analysis.ledgers for part in (ledger.weights, ledger.pool) if isinstance(part.value, Missing)}
-        lacking = f"the server's start-up log would tell {' and '.join(sorted(unknown, reverse=True))} (--log FILE)"
+        named = " and ".join(sorted(unknown, reverse=True))
+        with_log = any(worker.parts for worker in analysis.run.record.start_memory)
+        lacking = f"the start-up log does not state {named}" if with_log else f"the server's start-up log would tell {named} (--log FILE)"
         if not analysis.run.record.model_parts and analysis.run.record.engine in GROUPING:
-            lacking += ", or the model's folder would let them be computed (--kv-model-config, of diagnose --model-config)"
+            lacking += "; the model's folder would let it be computed (--kv-model-config, of diagnose --model-config)"
     return Reconciliation(NAMES[0], tuple(lines), lacking)
 
 

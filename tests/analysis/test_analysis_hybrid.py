@@ -140,3 +140,29 @@ def test_with_its_config_a_hybrid_is_accounted_for(tmp_path: Path) -> None:
     found = read_model(tmp_path / "config.json", server)
     assert sorted((group["count"], group.get("window", 0)) for group in found.groups) == [(1, 0), *[(1, 512)] * 5]
     assert found.parts["block.tp1"].value == 32 * 2 * 32 * 2 * 2, "one layer a group, K and V of two heads of 32 in bfloat16"
+
+
+def test_the_block_that_a_real_log_implies_is_the_one_that_the_config_gives(tmp_path: Path) -> None:
+    """Recorded on vLLM 0.32's CPU build: a Gemma 3 of six layers, 900 blocks set by hand where a GiB would have held 65,536."""
+    from pytest_kvcache.analysis.modelfile import read_model
+    from pytest_kvcache.server.startlog import facts
+    from pytest_kvcache.server.startlogs.memory import read_memory
+
+    log = (DATA.parents[1] / "startup" / "vllm-0.32.0-cpu-gemma3-override.log").read_text()
+    config = {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16", "vocab_size": 684, "hidden_size": 256,
+        "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 512,
+        "sliding_window_pattern": 6, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = facts(log)
+    assert told["pool_bytes"] == Reading(900 * 16_384.0, "bytes", told["pool_bytes"].source if isinstance(told["pool_bytes"], Reading) else "")
+    (worker,) = read_memory(log)
+    assert worker.parts["pool"].value == 900 * 16_384
+    server = snapshot(
+        T0, usable=899, block_size=32, max_model_len=2048, max_concurrency=2.3136246786632393, pool_tokens=4738, num_gpu_blocks_override=900
+    )
+    found = read_model(tmp_path / "config.json", server)
+    assert found.parts["block.tp1"].value == 16_384
+    assert found.parts["weights"].value == pytest.approx(3.3e6, rel=0.01)
+    assert sorted(group.get("window", 0) for group in found.groups) == [0, 512, 512, 512, 512, 512]

@@ -234,3 +234,18 @@ def test_a_log_of_another_start_is_left_out_and_that_is_said(tmp_path: Path) -> 
         ledger = only(analyse(run))
         assert isinstance(ledger.pool.value, Reading) is kept
         assert any("speaks of a pool of 81,920 tokens and the server of 36,864" in note for note in ledger.notes) is not kept
+
+
+def test_a_run_that_was_recorded_with_the_memory_of_another_pool_does_not_keep_it(tmp_path: Path) -> None:
+    """Runs of before hold what vLLM found as the pool of nine blocks: the log beside them says what it is, else it is not known."""
+    stated = {"pool": 1.0 * GIB, "weights": 0.01 * GIB}
+    start = [StartMemory("Worker", 1, 0, {name: ValueRecord.of(Reading(size, "bytes", "start-up log")) for name, size in stated.items()})]
+    run = run_on(tmp_path, [card(used=2, ours=2)], server(9, num_gpu_blocks_override=9), start_memory=start)
+    assert isinstance(only(analyse(run)).pool.value, Missing)
+    (run.folder / "server.log").write_text(
+        "(Worker pid=1) INFO [cpu_worker.py:260] Explicitly set (1.0/8.34) GiB for KV cache on node 0.\n"
+        "(EngineCore pid=3) INFO [kv_cache_utils.py:2619] Overriding num_gpu_blocks=65536 with num_gpu_blocks_override=9\n"
+    )
+    pool = only(analyse(run)).pool.value
+    assert isinstance(pool, Reading)
+    assert pool.value == 9 * 16_384
