@@ -30,6 +30,7 @@ from pytest_kvcache.measure import Planned, Target, measure_load, measure_qualit
 from pytest_kvcache.opening import Servers
 from pytest_kvcache.planned import window_of
 from pytest_kvcache.quality.items import Item
+from pytest_kvcache.quality.pressure import read_pressures
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import GateRecord, VerdictRecord
 from pytest_kvcache.runfolder import Run, read_runs
@@ -315,8 +316,10 @@ class Session:
     def _ask(self, target: Target, items: Sequence[Item] | None = None, key: tuple[Any, ...] | None = None) -> Run:
         self._servers.check(target)
         items = self.standard_items(target) if items is None else items
-        self._say(f"{target.side + ': ' if target.side else ''}quality, {len(items)} items")
         settings = pressed_as(self._before or (), self.settings)
+        pressing = ", ".join(read_pressures(settings.quality_pressure))
+        told = f"{target.side + ': ' if target.side else ''}quality, {len(items)} items"
+        self._say(f"{told}{f', and again under pressure ({pressing})' if pressing else ''}")
         with self._roomy():
             return measure_quality(target, settings, self.folder, items, run_id=self._next_id(), keep=lambda run: self._keep(run, key))
 
