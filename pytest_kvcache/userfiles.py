@@ -9,6 +9,7 @@ from pytest_kvcache.errors import UsageError
 
 MARK = codecs.BOM_UTF8
 """What some editors of Windows put before the first character of a UTF-8 file."""
+_LARGEST_BUNDLE = 16 << 20
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -37,6 +38,14 @@ def decoded(data: bytes, what: str, where: str) -> str:
         raise UsageError(
             f"{what} cannot be read: no {coding[:6].upper().strip('-')} text (byte {error.start})", where=where, hint="save the file as UTF-8"
         ) from None
+
+
+def bundle(path: str) -> dict[str, str]:
+    """Return how a TLS context is told of a CA bundle: by its path, or by its text where a mark would hide its first certificate. Raises OSError."""
+    with Path(path).open("rb") as file:
+        if file.read(len(MARK)) != MARK:
+            return {"cafile": path}
+        return {"cadata": file.read(_LARGEST_BUNDLE).decode("ascii", "ignore")}
 
 
 def not_text(head: bytes) -> str:

@@ -160,7 +160,7 @@ def test_birth_times_are_no_counts_and_rejections_need_no_engine(capsys: pytest.
 def test_a_request_that_hangs_alone_is_named_in_passing(capsys: pytest.CaptureFixture[str]) -> None:
     """Field case D10, on a server that is only looked at: one waits, nothing runs, the pool is empty, and no token comes for ten seconds."""
     with ScriptedServer(model="m", metrics=vllm_text(0.0, 0, 1, generated=9), owned_by="vllm") as server:
-        assert main(["diagnose", f"http://127.0.0.1:{server.port}", "--engine", "vllm", "--window", "13s", "--sample-hz", "5"]) == 0
+        assert main(["diagnose", f"http://127.0.0.1:{server.port}", "--engine", "vllm", "--window", "12s", "--sample-hz", "5"]) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "critical: A request waits for ever that the engine can never admit [never-admitted]" in said
     assert "1 request waited while nothing ran" in said

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import json
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_tls import make_tls
 
 from pytest_kvcache.analysis.findings import read_rules
 from pytest_kvcache.analysis.length_files import read_lengths
@@ -23,6 +25,7 @@ from pytest_kvcache.observe.inspecting import read_source
 from pytest_kvcache.quality.items import read_items
 from pytest_kvcache.records import LoadLine
 from pytest_kvcache.runfolder import read_lines
+from pytest_kvcache.server.address import _tls
 from pytest_kvcache.server.startlog import read_log_head
 from pytest_kvcache.userfiles import read_user_text
 
@@ -92,3 +95,16 @@ def test_what_is_no_text_is_said_with_its_place(tmp_path: Path) -> None:
         read_user_text(tmp_path / "none", "the rules", most_bytes=100)
     with pytest.raises(UsageError):
         read_user_text(Path("a\0b"), "the rules", most_bytes=100)
+
+
+def test_a_ca_bundle_with_a_mark_still_vouches_for_its_first_certificate(tmp_path: Path) -> None:
+    plain = make_tls(tmp_path).ca
+    marked = tmp_path / "marked.pem"
+    marked.write_bytes(codecs.BOM_UTF8 + plain.read_bytes())
+    trusted = ssl.create_default_context(cafile=str(plain)).get_ca_certs()
+    assert trusted
+    assert _tls(str(marked)).get_ca_certs() == trusted
+    assert _tls(str(plain)).get_ca_certs() == trusted
+    (tmp_path / "none.pem").write_bytes(codecs.BOM_UTF8 + b"no certificate")
+    with pytest.raises(UsageError, match="PEM"):
+        _tls(str(tmp_path / "none.pem"))

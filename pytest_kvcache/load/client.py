@@ -25,6 +25,7 @@ from pytest_kvcache.load.asking import Answer
 from pytest_kvcache.load.rejections import clean_text
 from pytest_kvcache.load.sse import Stream
 from pytest_kvcache.load.target import Target
+from pytest_kvcache.userfiles import bundle
 
 READ_SIZE = 65_536
 ERROR_BODY_LIMIT = 65_536
@@ -42,7 +43,7 @@ FAILURES = (OSError, HTTPParseError, RuntimeError, ValueError)
 def _context(ca: str) -> SSLContext:
     """Return one TLS context for all users: reading a bundle takes 20 ms. Raises UsageError."""
     try:
-        return create_default_context(cafile=ca or None)
+        return create_default_context(**(bundle(ca) if ca else {}))
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"the CA bundle cannot be read: {error}", where=ca, hint="name a PEM file with --kv-ca") from None
 

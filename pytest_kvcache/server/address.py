@@ -20,6 +20,7 @@ import httpx
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.server.redaction import HIDDEN, header_secrets, remember
 from pytest_kvcache.settings import Settings
+from pytest_kvcache.userfiles import bundle
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
@@ -125,7 +126,7 @@ def _tls(ca: str) -> ssl.SSLContext:
     """Return a context that trusts ``ca`` alone where it is given, else certifi's bundle and the system's own store."""
     try:
         if ca:
-            return ssl.create_default_context(cafile=ca)
+            return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, **bundle(ca))
         context = httpx.create_ssl_context(trust_env=False)
         context.load_default_certs()
     except (OSError, ssl.SSLError) as error:
