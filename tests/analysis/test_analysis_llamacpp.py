@@ -23,7 +23,12 @@ def test_used_tokens_follow_from_our_requests(tmp_path: Path) -> None:
     with launch("llamacpp --ctx 8192 --slots 4", Settings(ready_timeout_s=60.0), tmp_path / "server.log") as server:
         target = Target((server.endpoint,), (detect_endpoint(server.endpoint),), embedded=True, fresh=True)
         window = Window(Planned("normal", users=4, duration_s=4.0, output_tokens=200, options={"histogram": "400-800:1"}), 0, 1, tmp_path.name, 40.0)
-        analysis = analyse(measure_load(target, Settings(), tmp_path, window, run_id="r", keep=lambda run: run))
+        for attempt in range(3):  # what a crowded machine made unsound is measured again, as its problems say
+            folder = tmp_path / str(attempt)
+            folder.mkdir()
+            analysis = analyse(measure_load(target, Settings(), folder, window, run_id="r", keep=lambda run: run))
+            if not analysis.problems:
+                break
     found = analysis.accounting
     assert isinstance(found, Accounting)
     assert not found.missing

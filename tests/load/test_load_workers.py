@@ -280,8 +280,11 @@ def test_an_open_loop_over_two_processes_sends_every_arrival_once(tmp_path: Path
     assert sorted(row.id for row in rows) == list(range(len(rows)))
     assert 55 <= len(rows) <= 61
     gaps = [after.intended_s - before.intended_s for before, after in pairwise(rows)]
-    assert min(gaps) > 0.04, gaps
-    assert max(gaps) < 0.06, gaps
+    # arrivals are 50 ms apart; those of two processes are on one clock, to within what its comparison could tell
+    error = 0.005 + sum(end.clock_error_s or 0.0 for end in read_load(result.rows_path).ends)
+    assert error < 0.05, "the clocks of two processes of one machine are compared better than that"
+    assert min(gaps) > 0.05 - error, gaps
+    assert max(gaps) < 0.05 + error, gaps
 
 
 @pytest.mark.slow
