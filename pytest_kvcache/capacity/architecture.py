@@ -164,6 +164,12 @@ def _decoder(fields: Fields) -> tuple[list[Layer], int]:
             layers.append(Layer("state", state=state))
         elif index >= shared_from or index % share:
             layers.append(Layer("shared"))
+        elif latent is not None and kind in ("sliding", "chunked"):
+            raise CannotJudge(
+                f"cannot judge model_type {fields.family!r}: it has window layers beside a latent, and what those keep is not known",
+                where=fields.name,
+                hint="--assume sliding_window=null where no layer slides",
+            )
         elif latent is not None:
             layers.append(latent if kind == "indexed" or not latent.index_size else replace(latent, index_size=0))
         else:
@@ -206,6 +212,12 @@ def _latent(fields: Fields, kinds: list[str]) -> Layer | None:
         if found is not None and indexed and "indexed" not in kinds:
             kinds[:] = ["indexed" if kind == "full" else kind for kind in kinds]
         return found
+    if known and fields.family not in families.EXPANDED and fields.whole("kv_lora_rank", least=0):
+        raise CannotJudge(
+            f"cannot judge model_type {fields.family!r}: kv_lora_rank says that a latent is kept, and how is not known of this family",
+            where=fields.name,
+            hint="--assume model_type=deepseek_v3 where it is one of that design, or --assume kv_lora_rank=null where it decides nothing",
+        )
     return None
 
 

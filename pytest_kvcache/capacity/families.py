@@ -20,7 +20,7 @@ def _names(text: str) -> frozenset[str]:
 
 # model_type -> the family whose keys and defaults it shares
 SAME_AS = {
-    "kimi_k2": "deepseek_v3", "pangu_ultra_moe": "deepseek_v3", "kimi_vl": "deepseek_v3", "deepseek_mtp": "deepseek_v3", "AXK1": "axk1",
+    "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "pangu_ultra_moe": "deepseek_v3", "kimi_vl": "deepseek_v3", "deepseek_mtp": "deepseek_v3", "AXK1": "axk1",
     "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text", "mllama": "mllama_text_model", "glm4v": "glm4v_text", "glm4v_moe": "glm4v_moe_text", "glm_ocr": "glm_ocr_text",
@@ -61,8 +61,9 @@ ALL_SLIDE = _names(
 )
 # A window in the file means nothing without a list of layers.
 FULL_WITHOUT_LIST = _names("laguna mellum")
-LATENT = _names("""deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash kimi_linear axk1 youtu mistral4 bailing_hybrid bailing_moe_v3 sarvam_mla
-    dots3_note""")
+LATENT = _names(
+    """deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash kimi_linear axk1 youtu mistral4 bailing_hybrid bailing_moe_v3 sarvam_mla"""
+)
 # Their code keeps K and V of every head, though a latent could be kept.
 EXPANDED = frozenset({"minicpm3"})
 # vLLM's code of these takes no notice of layers that slide beside full ones.
@@ -77,7 +78,7 @@ UNMODELLED = {
     "rwkv5": "a state of its own", "rwkv6": "a state of its own", "xlstm": "a state of its own", "zaya": "convolution states beside its attention",
     "inkling_text": "convolution states beside its attention", "inkling_mm_model": "convolution states beside its attention", "qwen4_exp_text": "several states and an indexer",
     "qwen4_exp": "several states and an indexer", "glm5_next": "an indexer of its own", "glm5_next_text": "an indexer of its own", "hy_v4": "an indexer of its own",
-    "minimax_m3": "a block-sparse indexer", "minimax_m3_vl": "a block-sparse indexer", "minimax_m3_vl_text": "a block-sparse indexer", "blt": "byte patches", "voxtral_realtime": "a cache of its audio encoder beside its own",
+    "minimax_m3": "a block-sparse indexer", "minimax_m3_vl": "a block-sparse indexer", "minimax_m3_vl_text": "a block-sparse indexer", "dots3_note": "latents of another width in its window layers", "blt": "byte patches", "voxtral_realtime": "a cache of its audio encoder beside its own",
     "moshi": "a second decoder's cache", "diffusion_gemma": "a canvas of tokens beside its cache", "diffusion_gemma_text": "a canvas of tokens beside its cache",
     "iquestloopcoder": "a cache for each of its loops", "ouro": "a cache for each of its loops", "hrm_text": "a cache for each of its cycles",
     "phi4flash": "states, windows and one cache that half of its layers share", "jetmoe": "heads chosen by a router",
@@ -123,5 +124,5 @@ def is_known(family: str) -> bool:
 
 # Known by their own published code, with every width in the file.
 OTHERS_KNOWN = _names("""minimax_text_01 minimax_m1 nemotron-nas deci plamo2 plamo3 bailing_moe bailing_moe_v2 bailing_hybrid bailing_moe_v3 openelm internlm2 internlm3 exaone
-    hunyuan step3_text step3_vl step1 solar orion arctic sarvam_moe sarvam_mla dots3_note telechat2 telechat3 phi-msft hunyuan_moe minicpm4 minicpmv minicpmo
-    kimi_k25 param2moe nanbeige pangu_embedded""")
+    hunyuan step3_text step3_vl step1 solar orion arctic sarvam_moe sarvam_mla telechat2 telechat3 phi-msft hunyuan_moe minicpm4 minicpmv minicpmo
+    param2moe nanbeige pangu_embedded""")

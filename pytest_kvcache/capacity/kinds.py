@@ -32,6 +32,7 @@ DIFFER = ("layer_group_size", "attn_layer_period", "attn_layer_indices", "full_a
 STATES = re.compile(
     r"(?:mamba|ssm|gla|kda|gdn|rwkv|rglru|lru|deltanet)_|linear_(?:num|key|value|conv|attn|attention)(?:_|\Z)|time_step_|(?:\w*_)?state_size\Z"
 )
+OF_NO_FAMILY = ("compress_ratios", "loop_num", "num_loops", "total_ut_steps", "mean_recurrence", "rswa_window")  # what no known family has
 SIZES = ("global_head_dim", "num_global_key_value_heads", "compress_ratios", "index_head_dim", "kv_compression_ratio", "is_encoder_decoder", "loop_num", "num_loops", "total_ut_steps",
     "mean_recurrence", "H_cycles", "L_cycles", "param_sink_number", "rswa_window", "block_pool_size")  # fmt: skip
 
@@ -66,12 +67,13 @@ def window_of(fields: Fields) -> int | None:
 def layer_kinds(fields: Fields, count: int) -> list[str]:
     """Return one kind per layer. Raises CannotJudge where the file speaks of a window or of states and does not say which layers have them."""
     family = fields.family
+    _unread(fields, OF_NO_FAMILY)
     special = _SPECIAL.get(family)
     if special is not None:
         return special(fields, count)
     listed = _listed(fields, count)
     if not families.is_known(family):
-        _unread(fields, listed is not None or fields.has("hybrid_layer_pattern", "attn_type_list", "full_attention_interval"))
+        _unread(fields, _telling(fields, listed is not None or fields.has("hybrid_layer_pattern", "attn_type_list", "full_attention_interval")))
     if listed is not None:
         return _without_windows(listed, fields)
     if fields.has("hybrid_layer_pattern"):
@@ -86,12 +88,15 @@ def layer_kinds(fields: Fields, count: int) -> list[str]:
     return _windowed(fields, count)
 
 
-def _unread(fields: Fields, listed: bool) -> None:
-    """Raise CannotJudge for a key that decides what layers keep, where no rule of a known family says how."""
+def _telling(fields: Fields, listed: bool) -> list[str]:
+    """Return the keys that decide what layers keep, where no rule of a known family says how."""
     latent = fields.has("kv_lora_rank")  # a latent with an indexer is read whatever the family
     keys = [key for key in SIZES if not (latent and key == "index_head_dim")]
-    if not listed:
-        keys += [*DIFFER, *(key for key in fields.raw if STATES.match(key))]
+    return keys if listed else [*keys, *DIFFER, *(key for key in fields.raw if STATES.match(key))]
+
+
+def _unread(fields: Fields, keys: Sequence[str]) -> None:
+    """Raise CannotJudge where the file states one of the keys."""
     found = next((key for key in keys if key in fields.raw and fields.get(key) not in (None, False, 0, [], {})), None)
     if found is not None:
         raise CannotJudge(

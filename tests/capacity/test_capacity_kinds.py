@@ -85,3 +85,34 @@ def test_a_length_that_nobody_states_is_the_one_before_longrope_on_vllm() -> Non
     assert lay_out(made, EngineShape(engine="sglang")).max_model_len == 131072
     assert lay_out(read_architecture({**model, "original_max_position_embeddings": 8192}), EngineShape()).max_model_len == 8192
     assert lay_out(read_architecture({**model, "rope_scaling": None}), EngineShape()).max_model_len == 131072
+
+
+def test_a_latent_in_the_file_of_a_family_without_one_is_refused_and_kimis_flat_file_keeps_one() -> None:
+    latent = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "hidden_size": 512,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+    }
+    assert {layer.kind for layer in read_architecture({"model_type": "kimi_k25", **latent}).layers} == {"mla"}
+    with pytest.raises(CannotJudge, match="kv_lora_rank says that a latent is kept"):
+        read_architecture({"model_type": "qwen2", **latent})
+    for free in ({"kv_lora_rank": None}, {"use_mla": False}):
+        assert {layer.kind for layer in read_architecture({"model_type": "hunyuan_v1_dense", **latent, **free}).layers} == {"full"}
+
+
+def test_window_layers_beside_a_latent_are_refused() -> None:
+    latent = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "sliding_window": 128}
+    for model_type, match in (("dots3_note", "another width"), ("mistral4", "beside a latent"), ("deepseek_v3", "beside a latent")):
+        with pytest.raises(CannotJudge, match=match):
+            read_architecture({"model_type": model_type, **latent, "layer_types": ["full_attention", "sliding_attention"] * 2})
+
+
+@pytest.mark.parametrize("key", ["compress_ratios", "total_ut_steps"])
+def test_a_key_that_no_known_family_has_is_refused_in_a_known_one_too(key: str) -> None:
+    model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512, key: [4, 4]}
+    with pytest.raises(CannotJudge, match=key):
+        read_architecture(model)
+    assert read_architecture(model, assume={key: "null"}).layers
