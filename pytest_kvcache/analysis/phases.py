@@ -54,7 +54,7 @@ class Phases:
     values: dict[str, Value]
 
 
-def phases(one: Account, seen: Levels, series: Sequence[Series], rows: Rows, window: Window, fresh_s: float) -> Phases:
+def phases(one: Account, seen: Levels, series: Sequence[Series], rows: Rows, window: Window, fresh_s: float, *, by_step: bool = True) -> Phases:
     """Return the phases of the load and of what follows it. ``fresh_s`` is how long a sample speaks for the time after it."""
     import numpy as np
 
@@ -71,7 +71,9 @@ def phases(one: Account, seen: Levels, series: Sequence[Series], rows: Rows, win
     )
     made = _output(series, wall_s)
     others = (np.nan_to_num(one.beyond) > 0.5) & np.isfinite(made)
-    prefill = np.where(others, made <= 0, (reading >= 1) & (reading >= answering))
+    # where requests are not ours, tokens tell reading from answering: not of an engine that counts them when requests end, nor where none moved
+    untold = others & (not by_step or not np.nansum(made) > 0)
+    prefill = np.where(others, (made <= 0) & ~untold, (reading >= 1) & (reading >= answering))
     busy = np.where(np.isfinite(running), (running > 0) | (np.nan_to_num(waiting) > 0), one.sent > 0)
     code = np.where(~busy, 0, np.where(prefill, 1, 2))
     code = np.where((code > 0) & (wall_s >= _drain_begin(rows)), 3, code)
@@ -93,6 +95,10 @@ def phases(one: Account, seen: Levels, series: Sequence[Series], rows: Rows, win
             if total > 0
             else Missing("no sample lies inside the load")
         )
+    if (untold & busy & inside).any():
+        how = "this engine counts tokens when requests end" if not by_step else "no token was counted"
+        reason = Missing(f"requests that are not ours ran and {how}: reading and answering cannot be told apart")
+        values.update({"phase.prefill": reason, "phase.decode": reason})
     gaps = sum(span.until_s - span.since_s for span in spans if span.name == GAP)
     found.append(Phase(GAP, gaps, None, None, None))
     values["prefill.at_peak"] = _at_peak(usage, reading, answering, wall_s >= window.since_s)

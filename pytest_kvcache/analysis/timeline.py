@@ -163,7 +163,7 @@ def analyse(run: Run, limits: Limits | None = None, *, layout: Layout | None = N
     fresh_s = max(3.0 / window.hz, 1.0) if window.hz else 2.0
     shape = footprint(record, seen.counts, layout)
     taken = account(record, rows, series, seen, window, lost, shape, fresh_s)
-    spans = phases(taken.whole, seen, series, rows, window, fresh_s)
+    spans = phases(taken.whole, seen, series, rows, window, fresh_s, by_step=dialect is None or dialect.generates_by_step)
     asked_for = demand(record, rows, frame, seen, window, shape, lost, rejected)
     shared = prefixes(
         record,

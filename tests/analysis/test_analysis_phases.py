@@ -8,6 +8,7 @@ from typing import Any
 
 import oracle_traces as oracle
 import pytest
+from finding_cases import busy, made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_run import T0, USABLE, MadeRun, closed_loop, request, sample
@@ -116,3 +117,15 @@ def test_one_prompt_beside_four_answers_is_decoding(tmp_path: Path) -> None:
     analysis = analyse(MadeRun(rows=rows, samples=samples).write(tmp_path / "1-normal"))
     assert share(analysis, "phase.prefill") == 0
     assert share(analysis, "phase.decode") + share(analysis, "phase.drain") > 0.95
+
+
+@pytest.mark.parametrize(("engine", "told"), [("vllm", True), ("sglang", False)])
+def test_tokens_counted_when_requests_end_tell_no_prompt_from_an_answer_of_others(engine: str, told: bool, tmp_path: Path) -> None:
+    def each(i: int) -> dict[str, Any]:
+        return busy(0.6, 4.0, 0.0, generation_tokens=100.0 * (i // 20))
+
+    values = made(tmp_path / "a", (), each, engine=engine).values
+    assert isinstance(values["phase.prefill"], Reading) is told
+    assert "cannot be told apart" in getattr(values["phase.prefill"], "reason", "") or told
+    hung = made(tmp_path / "b", (), busy(0.6, 4.0, 0.0, generation_tokens=100.0), engine=engine).values
+    assert isinstance(hung["phase.prefill"], Missing), "nothing moved: nobody is seen to read a prompt"
