@@ -88,8 +88,8 @@ def test_spans_follow_each_other_and_cover_everything(steps: list[float], runnin
 
     samples: list[TelemetryRow] = []
     at = T0
-    for step, busy in zip(steps, running, strict=False):
-        samples.append(sample([], at, running=float(busy), used_blocks=float(busy), usage=busy / USABLE))
+    for step, many in zip(steps, running, strict=False):
+        samples.append(sample([], at, running=float(many), used_blocks=float(many), usage=many / USABLE))
         at += step
     values: dict[str, Any] = {"rows": [request(0, 0.0, length_s=0.5)], "samples": samples}
     with tempfile.TemporaryDirectory() as folder:
