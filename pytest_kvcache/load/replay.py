@@ -54,7 +54,7 @@ class Replay(KvUser):
         cls._trace, cls._cap = trace, options["trace_cap"] or session.max_model_len or 0
         limit = session.max_model_len
         cls._cap = min(cls._cap, limit) if limit else cls._cap
-        notes = [f"trace: {len(trace.requests):,} requests ({trace.format})", *trace.notes]
+        notes = [f"trace: {len(trace.requests):,} requests ({', '.join(_taken(trace))})", *trace.notes]
         cut = sum(cls._cut(one)[:2] != (one.prompt, one.output) for one in trace.requests)
         if cut:
             notes.append(f"{cut:,} of {len(trace.requests):,} requests of the trace are cut to {cls._cap:,} tokens for prompt and answer together")
@@ -117,3 +117,14 @@ class Replay(KvUser):
                 return
             yield Plan(0, answer, before=said, shared=(f"{self.lane} {draw.number}", sum(part.tokens for part in said)))
             said = (*said, Part(answer, f"{self.lane} {draw.number} answer {turn}", ASSISTANT))
+
+
+def _taken(trace: Trace) -> Iterator[str]:
+    """Yield as what the numbers of a trace were taken: a wrong unit of its times replays it a thousand times too slow or too fast."""
+    yield trace.format
+    if trace.timed and trace.unit:
+        yield f"times in {trace.unit}"
+    if trace.block:
+        yield f"{trace.block} tokens a hash id"
+    if trace.timed:
+        yield f"over {trace.span_s:,.1f} s"

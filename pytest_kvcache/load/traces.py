@@ -34,6 +34,7 @@ WHOLE_JSON_LIMIT = 2**31
 _TIMES = ("timestamp", "t", "time", "created_time", "arrival_s", "arrival_time")
 _PROMPTS = ("input_length", "prompt_tokens", "input_tokens", "contexttokens", "request tokens", "prompt_len")
 _OUTPUTS = ("output_length", "output_tokens", "completion_tokens", "generatedtokens", "response tokens", "output_len")
+_TALKS = ("conversations", "conversation", "messages")
 _BLOCKS = (512, 16, 32, 64, 128, 256, 1024, 2048)
 _LINE_LIMIT = 4 * 2**20
 _PAST = 10_000
@@ -59,7 +60,8 @@ class Recorded(NamedTuple):
 class Trace:
     """The requests of a window in order of time. ``block`` is the number of tokens that one of ``hash_ids`` stands for.
 
-    ``span_s`` is how long the window lasts once its speed is applied; ``notes`` tell what was left out.
+    ``span_s`` is how long the window lasts once its speed is applied; ``unit`` is how the numbers of a JSONL's times were taken (s, ms), which the file itself
+    does not say; ``notes`` tell what was left out.
     """
 
     format: str
@@ -67,6 +69,7 @@ class Trace:
     block: int = 0
     span_s: float = 0.0
     notes: list[str] = field(default_factory=list)
+    unit: str = ""
 
     @property
     def timed(self) -> bool:
@@ -130,7 +133,8 @@ def read_trace(
     if requests[0].at_s is None:
         return Trace(form, _with_prefixes(requests), block, 0.0, notes)
     requests = sorted((one._replace(at_s=(one.at_s or 0.0) / speed) for one in requests), key=lambda one: one.at_s or 0.0)
-    return Trace(form, _with_prefixes(requests), block, for_s / speed if for_s else requests[-1].at_s or 0.0, notes)
+    taken = ("ms" if milli else "s") if form in (MOONCAKE, TIMED, PLAIN) else ""
+    return Trace(form, _with_prefixes(requests), block, for_s / speed if for_s else requests[-1].at_s or 0.0, notes, taken)
 
 
 def _inside(rows: Iterator[Recorded], unit_s: float, since_s: float, until_s: float, seen: list[int]) -> Iterator[Recorded]:
@@ -183,7 +187,7 @@ def _format_of(path: Path) -> str:
     if head[:1] == b"[":
         return SHAREGPT
     if head[:1] == b"{":
-        if '"conversations"' in line:
+        if any(f'"{name}"' in line for name in _TALKS):
             return SHAREGPT
         if '"hash_ids"' not in line and '"input_length"' not in line:
             return PLAIN
@@ -312,16 +316,29 @@ def guessed_tokens(text: str) -> int:
 
 
 def turns_of(conversation: Any, count: Callable[[str], int]) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of each question and answer of one conversation of ShareGPT; what stands before the first question is left out."""
-    said = conversation.get("conversations") if isinstance(conversation, dict) else None
-    texts = [
-        (str(turn.get("from", turn.get("role"))), str(turn.get("value", turn.get("content")) or ""))
-        for turn in (said if isinstance(said, list) else ())
-        if isinstance(turn, dict)
-    ]
-    while texts and texts[0][0] not in {"human", "user"}:
-        texts.pop(0)
-    return tuple((count(ask[1]), count(answer[1])) for ask, answer in zip(texts[::2], texts[1::2], strict=False) if ask[1] and answer[1])
+    """Return the tokens of each question and answer of one conversation of ShareGPT; of two answers in a row the first counts."""
+    said = next((conversation[name] for name in _TALKS if name in conversation), None) if isinstance(conversation, dict) else None
+    turns: list[tuple[int, int]] = []
+    asked: list[str] = []
+    for turn in said if isinstance(said, list) else ():
+        if not isinstance(turn, dict):
+            continue
+        who, text = str(turn.get("from", turn.get("role"))), _text_of(turn.get("value", turn.get("content")))
+        if who in {"human", "user"}:
+            asked.append(text)
+        elif who not in {"system", "tool"}:
+            question = "\n".join(asked).strip()
+            if question and text:
+                turns.append((count(question), count(text)))
+            asked = []
+    return tuple(turns)
+
+
+def _text_of(said: Any) -> str:
+    """Return what was said, of a list of parts the text of those that have one."""
+    if isinstance(said, list):
+        return "\n".join(str(part.get("text") or "") for part in said if isinstance(part, dict)).strip()
+    return str(said or "")
 
 
 def _block_of(requests: Iterable[Recorded]) -> int:

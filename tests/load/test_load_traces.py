@@ -95,6 +95,27 @@ def test_conversations_keep_their_turns_and_their_lengths_by_a_counter() -> None
     assert "4 tokens for 3 words" in read_trace(DATA / "sharegpt.json").notes[0]
 
 
+@pytest.mark.parametrize("name", ["conversations", "conversation", "messages"])
+def test_conversations_of_other_data_sets_and_of_the_chat_api_are_read_by_who_speaks(tmp_path: Path, name: str) -> None:
+    said = [
+        {"role": "system", "content": "be kind"},
+        {"role": "assistant", "content": "hello, before anything was asked"},
+        {"role": "user", "content": "12345"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "7890"}]},
+        {"role": "assistant", "content": "123"},
+        {"role": "assistant", "content": "another of two answers"},
+        {"role": "tool", "content": "none of both"},
+        {"role": "user", "content": "12"},
+        {"role": "assistant", "content": "1234567"},
+        {"role": "user", "content": "without an answer"},
+    ]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"conversation_id": at, name: said}) + "\n" for at in range(2)))
+    trace = read_trace(path, count=len)
+    assert trace.format == "sharegpt"
+    assert [one.turns for one in trace.requests] == [((10, 3), (2, 7))] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -162,6 +183,8 @@ def test_a_trace_is_replayed_at_its_times_and_lengths_and_ends_with_its_last_ans
     assert load.reason == contract.BY_REQUESTS
     assert load.start is not None
     assert load.start.options["scheduled"] == 12
+    span = f"over {trace.span_s:,.1f} s"
+    assert f"trace: 12 requests (timed_trace, times in s, 16 tokens a hash id, {span})" in [note.text for note in load.notes]
     assert str(load.start.options["profile_options"]["trace"]).startswith("timed_trace.jsonl sha256:")
     assert load.start.options["shared_prompts"] is True
 
