@@ -18,6 +18,10 @@ PERIODS: dict[str, tuple[int, bool]] = {
     "exaone-moe": (4, False), "olmo2": (4, False), "afmoe": (4, False), "plamo3": (8, False), "smallthinker": (4, True), "llama4": (4, False),
 }  # fmt: skip
 CHUNKED = {"llama4": 8192}
+# A window may stand in their files, and llama.cpp keeps every token.
+WHOLE = frozenset(
+    {"llama", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "starcoder2", "mistral3", "granite", "granitemoe", "minimax-m2"}
+)
 ALL_RECURRENT = frozenset({"mamba", "mamba2"})
 BOTH = frozenset({"falcon-h1"})
 GATED = frozenset({"qwen3next", "qwen35", "qwen35moe"})
@@ -79,6 +83,8 @@ def _layers(fields: Fields, count: int) -> tuple[list[Layer], list[str]]:
     window = fields.whole("attention.sliding_window", default=0) or CHUNKED.get(fields.family, 0)
     slides = _slides(fields, count) if window else [False] * count
     if window and not any(slides):
+        if fields.family not in WHOLE and not fields.has("attention.sliding_window_pattern"):
+            raise fields.missing("attention.sliding_window_pattern", why=f"it has a window of {window} tokens and does not say which layers slide")
         notes.append(f"a window of {window} tokens stands in the file, and llama.cpp keeps every token of this architecture")
     rank = fields.whole("attention.kv_lora_rank", default=0) or 0
     latent = rank > 0 and fields.has("attention.key_length_mla")

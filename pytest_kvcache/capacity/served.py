@@ -19,7 +19,9 @@ from pytest_kvcache.server.transport import Answer, ask, plain
 from pytest_kvcache.settings import Settings
 
 LIMIT_BYTES = 8 << 20
+LONG_BYTES = 64 << 20
 MAX_KEYS = 10_000
+LISTS = ("attention.head_count_kv", "attention.head_count", "attention.sliding_window_pattern", "feed_forward_length")
 TIMEOUT_S = 10.0
 
 
@@ -39,23 +41,36 @@ def read_served(url: str, assume: Mapping[str, str], settings: Settings | None =
                 f"which model of {endpoint.shown} is meant? It lists {names}", where=endpoint.shown, hint="--model NAME (of pytest: --kv-model)"
             )
         model = chosen[0]
-        keys = _ollama_keys(
-            endpoint, ask(endpoint, client, "POST", "/api/show", body={"model": model.id}, timeout_s=TIMEOUT_S, limit_bytes=LIMIT_BYTES)
-        )
-        if keys is None:
+        told = _ollama_keys(ask(endpoint, client, "POST", "/api/show", body={"model": model.id}, timeout_s=TIMEOUT_S, limit_bytes=LIMIT_BYTES))
+        if told is None:
             raise _untold(endpoint, model)
+        if _left_out(told):  # lists stand as null in the short answer
+            body = {"model": model.id, "verbose": True}
+            told = _ollama_keys(ask(endpoint, client, "POST", "/api/show", body=body, timeout_s=TIMEOUT_S, limit_bytes=LONG_BYTES)) or told
+        if missing := _left_out(told):
+            raise CannotJudge(
+                f"cannot judge the model of {endpoint.shown}: the server leaves out {missing}",
+                where=endpoint.shown,
+                hint="pass the model's .gguf file",
+            )
+        keys = {key: value for key, value in told.items() if value is not None}
     made = from_keys(keys, endpoint.shown, assume)
     return replace(made, name=plain(model.id, 200), context=model.max_model_len or made.context)
 
 
-def _ollama_keys(endpoint: Endpoint, answer: Answer) -> dict[str, Any] | None:
+def _ollama_keys(answer: Answer) -> dict[str, Any] | None:
     """Return the GGUF keys of Ollama's answer, None where this server is no Ollama."""
-    del endpoint
     found = answer.value if answer.status == 200 and not answer.cut else None
     keys = found.get("model_info") if isinstance(found, dict) else None
     if not isinstance(keys, dict) or not isinstance(keys.get("general.architecture"), str) or len(keys) > MAX_KEYS:
         return None
-    return {str(key): value for key, value in keys.items() if isinstance(value, (bool, int, float, str, list))}
+    return {str(key): value for key, value in keys.items() if value is None or isinstance(value, (bool, int, float, str, list))}
+
+
+def _left_out(keys: Mapping[str, Any]) -> str:
+    """Return the key that decides what layers keep and has no value in the answer, "" where there is none."""
+    names = (f"{keys['general.architecture']}.{name}" for name in LISTS)
+    return next((name for name in names if name in keys and keys[name] is None), "")
 
 
 def _untold(endpoint: Endpoint, model: ServedModel) -> CannotJudge:

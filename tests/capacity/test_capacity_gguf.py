@@ -170,3 +170,11 @@ def test_a_folder_of_a_split_file_is_one_model_and_one_of_several_files_is_none(
     _gguf(tmp_path / "q8.gguf", _keys("llama", **_plain()))
     with pytest.raises(UsageError, match="3 GGUF files: name the one that is meant"):
         read_architecture(tmp_path)
+
+
+def test_a_window_of_an_architecture_that_is_not_known_is_refused_until_it_is_said_which_layers_slide(tmp_path: Path) -> None:
+    path = _gguf(tmp_path / "m.gguf", _keys("brandnew", **_plain(attention__sliding_window=1024)))
+    with pytest.raises(CannotJudge, match=r"attention\.sliding_window_pattern"):
+        read_architecture(path)
+    stated = read_architecture(path, assume={"attention.sliding_window_pattern": "2"})
+    assert [layer.kind for layer in stated.layers] == ["sliding", "full", "sliding", "full"]

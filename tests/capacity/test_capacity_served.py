@@ -52,3 +52,9 @@ def test_a_path_that_a_server_names_is_never_opened(tmp_path: Any, monkeypatch: 
 def test_nobody_there_is_said_as_such() -> None:
     with pytest.raises(EndpointUnreachable):
         read_architecture("http://127.0.0.1:9")
+
+
+def test_a_list_that_the_short_answer_leaves_out_is_asked_for_and_refused_where_it_stays_out() -> None:
+    info = {**OLLAMA["model_info"], "qwen2.attention.head_count_kv": None}
+    with _server(_api_show={"model_info": info}) as server, pytest.raises(CannotJudge, match=r"leaves out qwen2\.attention\.head_count_kv"):
+        read_architecture(server.url)
