@@ -75,7 +75,8 @@ def test_a_server_that_we_only_attached_to_is_found_by_its_port(tmp_path: Path) 
     ledger = measured("llamacpp --ctx 8192 --slots 2", tmp_path, pid=None, owned=False, log=None)
     assert size(ledger, "server") > 20 * MIB
     assert ledger.pool.bytes is None, "without its log the pool's bytes are not told"
-    assert ledger.rest.title == "graphs, workspace, context and KV pool and weights"
+    assert ledger.weights.how == "stated", "and the weights are: /v1/models has their size"
+    assert ledger.rest.title == "graphs, workspace, context and KV pool"
 
 
 @pytest.fixture(scope="module")

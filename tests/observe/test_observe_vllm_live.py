@@ -12,7 +12,7 @@ import pytest
 
 from pytest_kvcache.observe.sampler import Sampler
 from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
-from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import TelemetryRow
 from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.address import Endpoint
@@ -74,7 +74,9 @@ def test_the_snapshot_holds_what_the_engine_was_started_with(endpoint: Endpoint)
         value = snapshot.value(name)
         assert isinstance(value, Reading), f"{name}: {value}"
         assert value.value == number
-    assert isinstance(snapshot.value("pool_bytes"), Missing), "the stated bytes are not those of an overridden pool"
+    pool = snapshot.value("pool_bytes")
+    assert isinstance(pool, Reading), pool
+    assert pool.value == POOL * BLOCK * 1024, "its blocks, and not the GiB that was asked for: two layers of one head of 128 in bfloat16"
     assert snapshot.engine == "vllm"
     assert snapshot.version
 
