@@ -261,7 +261,8 @@ def _with_server(stated: Mapping[str, Value], values: Mapping[str, Value], engin
     if engine in _PER_RANK and engines > 1 and not alone and isinstance(pool, Reading):
         values = {**values, "pool_bytes": Reading(pool.number() / engines, "bytes", f"{pool.source}, one of {engines} engines")}
     one = alone or engine in _PER_RANK or (isinstance(pool, Reading) and pool.source.endswith("(one worker)"))
-    weights = (("weights", "weights_bytes"),) if alone or engine in _PER_RANK else ()
+    told = isinstance(values.get("weights_bytes"), Reading) and (alone or engine in _PER_RANK)
+    weights = (("weights", "weights_bytes"),) if told else ()
     for part, name in (("utilization", "gpu_memory_utilization"), *((("pool", "pool_bytes"),) if one else ()), *weights):
         value = values.get(name)
         if not isinstance(found.get(part), Reading) and value is not None:

@@ -173,13 +173,17 @@ def _panel(axes: Axes, line: MemoryLine, ledger: CardLedger | None) -> None:
     axes.plot(moments[at], used[at], color=INK, linewidth=0.9, label="in use")
     for since, until in _pauses(line):
         axes.axvspan(since, until, facecolor=GRID, alpha=0.55, linewidth=0, label="not looked at")
-    whole = float(np.nanmax(total))
-    axes.axhline(whole, color=MUTED, linewidth=0.8, label="all of it")
-    if ledger is not None and isinstance(ledger.budget, Reading):
+    whole, most = float(np.nanmax(total)), float(np.nanmax(used))
+    # a machine has many times what a server holds: drawn to its size nothing could be seen to move
+    close = line.kind != "gpu" and most < 0.4 * whole
+    if not close:
+        axes.axhline(whole, color=MUTED, linewidth=0.8, label="all of it")
+    if ledger is not None and isinstance(ledger.budget, Reading) and not close:
         axes.axhline(ledger.budget.number() / _GIB, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="the engine's share")
-    axes.set_ylim(0, whole * 1.06)
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=whole > 4))
-    axes.set_title(plain(f"{line.label}, GiB", 90), loc="left", fontsize=8, color=INK, pad=4)
+    axes.set_ylim(0, most * 1.25 if close else whole * 1.06)
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=not close and whole > 4))
+    head = f"{line.label}, GiB" + (f" (it has {whole:,.1f})" if close else "")
+    axes.set_title(plain(head, 90), loc="left", fontsize=8, color=INK, pad=4)
 
 
 def _chosen(t_s: Sequence[float], values: Sequence[float]) -> Any:
