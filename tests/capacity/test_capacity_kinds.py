@@ -116,3 +116,12 @@ def test_a_key_that_no_known_family_has_is_refused_in_a_known_one_too(key: str) 
     with pytest.raises(CannotJudge, match=key):
         read_architecture(model)
     assert read_architecture(model, assume={key: "null"}).layers
+
+
+@pytest.mark.parametrize(("model_type", "served"), [("whisper", True), ("bart", False), ("t5", False)])
+def test_of_the_models_with_an_encoder_vllm_serves_whisper(model_type: str, served: bool) -> None:
+    made = read_architecture(
+        {"model_type": model_type, "d_model": 512, "decoder_layers": 2, "num_layers": 2, "decoder_attention_heads": 8, "num_heads": 8}
+    )
+    assert {layer.kind for layer in made.layers} == {"full", "cross"}
+    assert bool(made.refused_by_vllm) is not served
