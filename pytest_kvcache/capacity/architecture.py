@@ -329,6 +329,8 @@ def _refused(architectures: list[Any], fields: Fields, layers: list[Layer]) -> s
         last = families.GONE_FROM_VLLM.get(str(name))
         if last and str(name) not in families.BY_TRANSFORMERS:
             return f"{name} was served by vLLM until {last}, and is not by 0.32"
+    if fields.family in families.UNSERVED:
+        return f"vLLM 0.32 does not serve {fields.family}: it has no code of its own for it, and its Transformers backend cannot run it"
     if fields.family in ENCODER_DECODER - {"whisper"}:
         return f"vLLM 0.32 serves Whisper of the models with an encoder and a decoder, and not {fields.family}"
     kinds = {layer.kind for layer in layers}

@@ -96,7 +96,9 @@ GONE_FROM_VLLM = {
     "StableLMEpochForCausalLM": "0.28.0", "OuroForCausalLM": "0.26.0", "HCXVisionForCausalLM": "0.28.0", "TarsierForConditionalGeneration": "0.24.0",
     "Tarsier2ForConditionalGeneration": "0.23.0", "MantisForConditionalGeneration": "0.24.0", "CheersForConditionalGeneration": "0.28.0", "GritLM": "0.28.0",
 }  # fmt: skip
-# Of these, the ones that 0.32 hands to the Transformers backend: their classes in transformers 5.19 dispatch their attention.
+# Neither vLLM 0.32's own code nor its Transformers backend runs these: it was asked.
+UNSERVED = frozenset({"codegen", "diffllama", "gpt_neo", "recurrent_gemma"})
+# Of those that are gone, the ones that 0.32 hands to the Transformers backend: their classes in transformers 5.19 dispatch their attention.
 BY_TRANSFORMERS = frozenset({"PersimmonForCausalLM", "Phi4MultimodalForCausalLM", "Dots1ForCausalLM", "FuyuForCausalLM", "ChameleonForConditionalGeneration",
     "AyaVisionForConditionalGeneration"})  # fmt: skip
 
