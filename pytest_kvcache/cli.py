@@ -31,7 +31,7 @@ SERVER = (
 PROBE = ("seed", "reset_cache", "keep_text")
 LOAD = (
     "users", "load_processes", "duration_s", "output_tokens", "seed", "rate", "arrivals", "stages", "max_in_flight", "content", "trace", "load_option", "reset_cache",
-    "keep_text",
+    "keep_text", "model_config",
 )  # fmt: skip
 OUTPUT = ("reports", "name")
 FINDINGS = ("rules", "reserves")
@@ -114,7 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
         OUTPUT,
         FINDINGS,
     )
-    options.add_cli_options(found.add_argument, ("model_config",))
     searching.add_arguments(found)
     gating.add_schema_arguments(add("schema", gating.run_schema, "print the JSON Schema of verdict.json or of another record"))
     inspect = add(
