@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -118,9 +119,12 @@ def log_ledgers(start: Sequence[StartMemory], engine: str = "") -> list[CardLedg
     ]
 
 
-def usual_share(engine: str) -> float:
-    """Return the engine's default share of a card; 0 where it takes none or chooses it by the card (SGLang)."""
-    return DEFAULT_UTILIZATION["vllm"] if engine in ("vllm", "ray_vllm", "nim") else 0.0
+def usual_share(engine: str, version: str = "") -> float:
+    """Return the engine's default share of a card; 0 where it takes none or chooses it by the card (SGLang). vLLM's was 0.9 until 0.19."""
+    if engine not in ("vllm", "ray_vllm", "nim"):
+        return 0.0
+    match = re.match(r"0\.([0-9]{1,3})\b", version)
+    return 0.9 if match is not None and int(match.group(1)) < 20 else DEFAULT_UTILIZATION["vllm"]
 
 
 def card_ledgers(analysis: Analysis) -> list[CardLedger]:
@@ -197,7 +201,7 @@ def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequ
                     by_hand=by_hand_of(worker, told) if {"pool"} & {*stated, *computed} else "",
                     has_share=run.record.engine not in _NO_SHARE,
                     share_of_free=run.record.engine == _OF_FREE,
-                    usual_share=usual_share(run.record.engine),
+                    usual_share=usual_share(run.record.engine, run.record.engine_version),
                     wall_s=wall_s,
                     notes=(*notes, *_moved(memory.other_bytes.get(key))),
                 )

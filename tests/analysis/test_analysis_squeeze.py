@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from finding_cases import card, on_cards, worker
 
-from pytest_kvcache.analysis.cards import log_ledgers
+from pytest_kvcache.analysis.cards import log_ledgers, usual_share
 from pytest_kvcache.analysis.ledger import COMPUTED, GPU, HOST, CardLedger, Facts, reconcile
 from pytest_kvcache.analysis.reconciliations import reconciliations
 from pytest_kvcache.quantities import Missing, Reading, Value
@@ -137,3 +137,11 @@ def test_the_terminal_shows_the_notes_of_a_card(tmp_path: Path) -> None:
     analysis = on_cards(tmp_path, [card(used=58, ours=48, others=10)], [worker(pool=18, weights=14)], utilization=0.6)
     lines = reconciliations(analysis)[0].lines
     assert any("the share of 0.6 is below the engine's default of 0.92" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "share"),
+    [("vllm", "0.32.0", 0.92), ("vllm", "0.19.1", 0.9), ("vllm", "", 0.92), ("sglang", "0.5.20", 0.0), ("llamacpp", "b1", 0.0)],
+)
+def test_the_default_share_is_that_of_the_version(engine: str, version: str, share: float) -> None:
+    assert usual_share(engine, version) == share
