@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forwarding_proxy import ROUND_ROBIN, STICKY
+from proxied_load import sound
 
 from pytest_kvcache.analysis.findings import find
 from pytest_kvcache.analysis.timeline import Analysis, analyse
 from pytest_kvcache.cli import main
+from pytest_kvcache.conditions import FAIL
+from pytest_kvcache.judge import gates
 from pytest_kvcache.measure import Planned, Target, Window, measure_load
 from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quantities import Reading
@@ -121,6 +125,18 @@ def test_clients_that_disconnect_leave_nothing_behind(tight: Endpoint, tmp_path:
     assert number(analysis, "requests.ok") == 0
     assert number(analysis, "leak.blocks") == 0
     assert causes(analysis) == set()
+
+
+def test_of_two_replicas_behind_a_sticky_proxy_one_carries_the_load_and_by_turns_neither(uncached: Endpoint, tight: Endpoint, tmp_path: Path) -> None:
+    load: dict[str, Any] = {"users": 6, "duration_s": 4.0, "output_tokens": 40, "options": {"histogram": "60-100:1"}}
+    sticky = sound([tight, uncached], STICKY, tmp_path, **load)
+    assert causes(sticky) == {"replica-imbalance"}
+    gate = gates.balanced([sticky])
+    assert gate.verdict == FAIL, gate.text
+    assert "of server 1 and 0.0 % of server 2" in gate.text
+    even = sound([tight, uncached], ROUND_ROBIN, tmp_path, **load)
+    assert causes(even) == set()
+    assert gates.balanced([even]).verdict != FAIL, gates.balanced([even]).text
 
 
 def test_twenty_tokens_in_blocks_of_128_are_hollow(coarse: Endpoint, tmp_path: Path) -> None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from forwarding_proxy import ROUND_ROBIN, STICKY, ForwardingProxy
+from forwarding_proxy import ROUND_ROBIN, STICKY
+from proxied_load import sound
 
 from pytest_kvcache.analysis.balance import balance
 from pytest_kvcache.analysis.cards import card_ledgers
 from pytest_kvcache.analysis.findings import find
 from pytest_kvcache.analysis.ledger import HOST, CardLedger
-from pytest_kvcache.analysis.timeline import Analysis, analyse
+from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.conditions import FAIL, PASS
 from pytest_kvcache.judge import gates
-from pytest_kvcache.load.runner import run_load
 from pytest_kvcache.measure import Planned, Target, Window, measure_load
-from pytest_kvcache.observe.sampler import Sampler
-from pytest_kvcache.observe.scrape import detect_endpoint, take_snapshot
+from pytest_kvcache.observe.scrape import detect_endpoint
 from pytest_kvcache.quantities import Reading
-from pytest_kvcache.records import SCHEMA_VERSION, RunRecord
-from pytest_kvcache.runfolder import Run, write_run
-from pytest_kvcache.server.endpoint import Endpoint, check_ready, parse_endpoint
+from pytest_kvcache.server.endpoint import Endpoint
 from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 
@@ -87,45 +83,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Endpoint
         yield [server.endpoint for server in servers]
 
 
-def through(pair: Sequence[Endpoint], policy: str, folder: Path) -> Analysis:
-    """Press two servers through a proxy, look at both, and return the Analysis."""
-    dialects = [detect_endpoint(endpoint) for endpoint in pair]
-    with ForwardingProxy([endpoint.root for endpoint in pair], policy) as proxy:
-        router = check_ready(parse_endpoint(proxy.url, Settings()), 20.0)
-        before = [take_snapshot(endpoint, dialect) for endpoint, dialect in zip(pair, dialects, strict=True)]
-        with Sampler(pair, folder, 20.0, dialects=dialects, gpus=False) as sampler:
-            began = time.time()
-            load = run_load([router], "normal", folder, users=USERS, duration_s=3.0, output_tokens=200)
-            ended = time.time()
-            assert not sampler.stop().errors
-    assert load.complete
-    record = RunRecord(
-        schema_version=SCHEMA_VERSION,
-        id=policy,
-        profile="normal",
-        engine=before[0].engine,
-        endpoints=[endpoint.shown for endpoint in pair],
-        before=before,
-        after=[take_snapshot(endpoint, dialect) for endpoint, dialect in zip(pair, dialects, strict=True)],
-        load_started_wall_s=began,
-        load_ended_wall_s=ended,
-        sample_hz=20.0,
-    )
-    return analyse(Run(folder, write_run(folder, record).record))
-
-
-def sound(pair: Sequence[Endpoint], policy: str, folder: Path) -> Analysis:
-    """Press until the evidence is sound, three times at most: a crowded machine spoils telemetry, and the gate then rightly does not judge."""
-    for number in range(3):
-        analysis = through(pair, policy, folder / f"{policy}-{number}")
-        if not analysis.problems:
-            break
-    return analysis
-
-
 @pytest.mark.live
 def test_a_sticky_proxy_is_unbalanced_and_a_round_robin_one_is_fair(pair: Sequence[Endpoint], tmp_path: Path) -> None:
-    sticky = sound(pair, STICKY, tmp_path)
+    load = {"users": USERS, "duration_s": 3.0, "output_tokens": 200}
+    sticky = sound(pair, STICKY, tmp_path, **load)
     gate = gates.balanced([sticky])
     assert gate.verdict == FAIL, gate.text
     assert "requests waited on server" in gate.text
@@ -133,7 +94,7 @@ def test_a_sticky_proxy_is_unbalanced_and_a_round_robin_one_is_fair(pair: Sequen
     assert running is not None
     assert running.members[running.lowest] == 0
     assert "replica-imbalance" in [finding.id for finding in find(sticky).found]
-    even = sound(pair, ROUND_ROBIN, tmp_path)
+    even = sound(pair, ROUND_ROBIN, tmp_path, **load)
     fair = gates.balanced([even])
     assert fair.verdict == PASS, fair.text
     assert "replica-imbalance" not in [finding.id for finding in find(even).found]
