@@ -98,7 +98,7 @@ state.write_text("0 40000 4000001:39000\\n1 12\\n")
 threading.Timer(0.6, lambda: state.write_text("0 10\\n1 12\\n")).start()
 began = time.monotonic()
 assert cards.make_ready() == []
-assert 0.5 < time.monotonic() - began < 4.0
+assert 0.5 < time.monotonic() - began < 5.0
 state.write_text("0 40000\\n1 12\\n")
 cards.settings = Settings(gpus="0", gpu_release_s=0.3)
 text = refused(cards.make_ready)
@@ -114,7 +114,7 @@ cards = find_cards(Settings(gpus="0", gpu_others="record", gpu_release_s=5.0), {
 assert len(cards.make_ready()) == 1
 began = time.monotonic()
 assert cards.make_ready() == []
-assert time.monotonic() - began < 1.0
+assert time.monotonic() - began < 4.0
 """
     inside(nvml_library, state, code)
 

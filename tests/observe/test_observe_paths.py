@@ -168,12 +168,10 @@ def test_a_session_takes_the_dialect_that_the_option_names(tmp_path: Path, monke
 
 
 def test_asking_a_server_that_hangs_which_engine_it_is_costs_two_timeouts_and_not_one_a_page() -> None:
-    import time
-
     from pytest_kvcache.errors import EndpointUnreachable
 
     with ScriptedServer(faults=["hang"]) as server:
-        began = time.monotonic()
         with pytest.raises(EndpointUnreachable):
             detect_endpoint(Endpoint(server.url), timeout_s=0.3)
-        assert time.monotonic() - began < 2.0
+        asked = server.paths()
+    assert len(asked) <= 2, asked
