@@ -96,7 +96,7 @@ def test_the_same_prompt_with_the_cache_on_is_none(tight: Endpoint, tmp_path: Pa
 
 def test_long_requests_in_a_small_pool_are_put_back(tight: Endpoint, tmp_path: Path) -> None:
     options = {"histogram": "200-200:1"}
-    analysis = measured(tight, tmp_path, "normal", users=8, requests=10, output_tokens=120, options=options)
+    analysis = measured(tight, tmp_path, "normal", users=8, requests=16, output_tokens=120, options=options)
     assert causes(analysis) - FULL == {"preemption-storm"}
 
 

@@ -65,13 +65,13 @@ def preempted(endpoint: Endpoint) -> tuple[float, float]:
 
 
 def test_past_capacity_latency_from_the_intended_start_grows_and_service_time_does_not(vllm: Endpoint, tmp_path: Path) -> None:
-    press(vllm, tmp_path / "warm", users=4, duration_s=2, output_tokens=32, options={"median": 64})
-    closed = press(vllm, tmp_path / "closed", users=4, duration_s=4, output_tokens=32, options={"median": 64})
+    press(vllm, tmp_path / "warm", users=4, duration_s=2, output_tokens=16, options={"median": 64})
+    closed = press(vllm, tmp_path / "closed", users=4, duration_s=4, output_tokens=16, options={"median": 64})
     done = [row for row in closed if row.outcome == contract.OK]
     # four users are what four requests in flight can do: three times as many arrivals are past that
     rate = 3 * len(done) / (max(row.end_s for row in done) - min(row.sent_s for row in done))
     options = {"median": 64, "rate": round(rate, 2), "arrivals": "constant", "max_in_flight": 4}
-    rows = press(vllm, tmp_path / "open", duration_s=10, output_tokens=32, options=options)
+    rows = press(vllm, tmp_path / "open", duration_s=10, output_tokens=16, options=options)
     rows = [row for row in rows if row.outcome == contract.OK]
     third = len(rows) // 3
 
