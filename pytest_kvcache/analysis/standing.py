@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FULL = 0.9
 """From this usage on a pool counts as full: what waits then is taken to wait for blocks."""
 _EMPTY = 0.05
-"""Below this usage nothing that lives holds a pool."""
+"""Below this usage there is room for whatever an empty pool holds. A gauge that counts what is kept for reuse never falls so low: there it is FULL."""
 
 
 def standing(seen: Seen) -> dict[str, Value]:
@@ -40,8 +40,9 @@ def standing(seen: Seen) -> dict[str, Value]:
     not_held = Missing("the server does not tell what is held and what runs together")
     lacking = Missing("the server tells no counters of tokens beside its gauges")
     begun, ended = np.sort(seen.rows.sent_s), np.sort(seen.rows.end_s)
-    # what waiting requests hold of each other's blocks is a deadlock, and no request too large; cached blocks that count as used are neither
-    roof = FULL if dialect is not None and dialect.idle_cached_is_free is False else _EMPTY
+    # what waiting requests hold of each other's blocks is a deadlock, and no request too large
+    counts_kept = dialect is not None and dialect.idle_cached_is_free is False
+    roof = FULL if counts_kept else _EMPTY
     for number, one in enumerate(seen.series):
         counters = [column for name in ("prompt_tokens", "generation_tokens") if np.isfinite(column := one.column(name)).any()]
         running, waiting = one.column("running"), one.column("waiting")
@@ -87,7 +88,7 @@ def standing(seen: Seen) -> dict[str, Value]:
         "stuck.seconds": Reading(stuck, "s", "longest stretch of samples with requests waiting or put back and no token counted")
         if told
         else lacking,
-        **_alone(alone, most, lacking if not told else None if roomy else Missing("the server does not tell its usage")),
+        **_alone(alone, most, counts_kept, lacking if not told else None if roomy else Missing("the server does not tell its usage")),
     }
 
 
@@ -108,11 +109,12 @@ def _steps(wall_s: Floats, used: Floats, idle: Any, grace_s: float) -> int:
     return most
 
 
-def _alone(seconds: float, waiting: float, lacking: Missing | None) -> dict[str, Value]:
+def _alone(seconds: float, waiting: float, counts_kept: bool, lacking: Missing | None) -> dict[str, Value]:
     if lacking is not None:
         return {"stuck.alone": lacking, "stuck.waiting": lacking}
+    held = f"less than {FULL * 100:g} % of the pool was held or kept for reuse" if counts_kept else "less than a twentieth of the pool was held"
     return {
-        "stuck.alone": Reading(seconds, "s", "longest stretch of samples with requests waiting, none running, blocks free and no token counted"),
+        "stuck.alone": Reading(seconds, "s", f"nothing ran, no token was counted, and {held}"),
         "stuck.waiting": Reading(waiting, "requests", "most that waited in such samples, by the gauge or by our own log"),
     }
 

@@ -225,6 +225,13 @@ def test_d11_a_window_pool_that_blocks_is_named_and_the_second_pool_as_well(tmp_
     assert any("--swa-full-tokens-ratio" in action for action in stuck.do)
 
 
+def test_an_engine_whose_gauge_counts_what_it_keeps_is_not_said_to_have_an_empty_pool(tmp_path: Path) -> None:
+    each = state(256, 0.6, 0.0, 1.0, generation_tokens=9.0)
+    found = said(made(tmp_path, (), each, seconds=60, hz=1, usable=256, engine="lmdeploy"))
+    assert "less than 90 % of the pool was held or kept for reuse" in found["never-admitted"]
+    assert "twentieth" not in found["never-admitted"]
+
+
 def test_a_request_that_is_put_off_for_another_reason_is_not_called_too_large(tmp_path: Path) -> None:
     each = state(256, 0.0, 0.0, 1.0, generation_tokens=9.0, waiting_capacity=0.0)
     found = said(made(tmp_path, (), each, seconds=60, hz=1, usable=256))
