@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytest_kvcache import units
-from pytest_kvcache.analysis.balance import GPUS
+from pytest_kvcache.analysis.balance import GPUS, Spread
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, PASS
 from pytest_kvcache.judge.wording import beside, gate, missing, readings, show
@@ -37,10 +37,10 @@ def balanced(
     limits = (max_idle_while_waiting, max_over_mean, max_card_over_mean)
     uneven = [(a, text) for a in analyses if (text := _uneven(a, *limits, surely=True))]
     perhaps = [(a, text) for a in analyses if (text := _uneven(a, *limits, surely=False))]
+    cards = [(one, a) for a in analyses if (one := a.balance.of("gpu.used_bytes", GPUS)) is not None]
+    if isinstance(found, Missing) and found.cannot_happen and cards:
+        return _cards_alone(analyses, cards, max_card_over_mean)
     if isinstance(found, Missing) and not uneven:
-        cards = next((one.text for a in analyses if (one := a.balance.of("gpu.used_bytes", GPUS)) is not None), "")
-        if found.cannot_happen and cards:
-            return gate(name, "balance.gpu_over_mean", PASS, f"{cards}, at most {max_card_over_mean:.2f}", analyses, bound=max_card_over_mean)
         return missing(name, quantity, found, analyses, bound=max_spread, bound_text=limit)
     if isinstance(found, Missing):
         decisive, spread, text, verdict = uneven[0][0], None, f"how far usages lie apart is not known: {found.reason}", PASS
@@ -52,12 +52,34 @@ def balanced(
         text = f"{spread.source}: {show(spread)} apart{over}, {limit} ({beside(decisive)})"
     if uneven:
         decisive = uneven[0][0] if verdict == PASS else decisive
-        never = isinstance(found, Missing) and found.cannot_happen
-        verdict, text = FAIL, uneven[0][1] if never else f"{uneven[0][1]}; {text}"
+        verdict, text = FAIL, f"{uneven[0][1]}; {text}"
     elif perhaps and verdict == PASS:
         decisive, why = perhaps[0]
         verdict, text = INCONCLUSIVE, f"{why}, in so few stretches that chance may have done it: a longer load tells; {text}"
     return gate(name, quantity, verdict, text, analyses, decisive=decisive, value=spread, bound=max_spread, bound_text=limit, beside=beside(decisive))
+
+
+def _cards_alone(analyses: Sequence[Analysis], cards: Sequence[tuple[Spread, Analysis]], limit: float) -> GateRecord:
+    """Judge the cards of one server with one rank, which has no usages to compare, in the window in which they lie farthest apart."""
+    spread, decisive = max(cards, key=lambda pair: (_apart(pair[0], limit), pair[0].gap.number()))
+    least = units.show(LEAST_APART, "bytes")
+    near = spread.gap.number() < LEAST_APART
+    return gate(
+        "balanced",
+        "balance.gpu_over_mean",
+        FAIL if _apart(spread, limit) else PASS,
+        f"{spread.text}, " + (f"less than {least} apart" if near else f"at most {limit:.2f}"),
+        analyses,
+        decisive=decisive,
+        value=spread.over_mean,
+        bound=limit,
+        bound_text=f"at most {limit:.2f} times the mean of the cards, or less than {least} apart",
+        beside=beside(decisive),
+    )
+
+
+def _apart(cards: Spread, limit: float) -> bool:
+    return cards.gap.number() >= LEAST_APART and isinstance(cards.over_mean, Reading) and cards.over_mean.number() > limit
 
 
 def _uneven(analysis: Analysis, max_idle_while_waiting: float, max_over_mean: float, max_card_over_mean: float, *, surely: bool) -> str:
@@ -73,7 +95,6 @@ def _uneven(analysis: Analysis, max_idle_while_waiting: float, max_over_mean: fl
     over = analysis.balance.live_surely if surely else live.over_mean if live is not None else None
     if live is not None and enough and isinstance(over, Reading) and over.number() > max_over_mean:
         found.append(f"{live.text}, at most {max_over_mean:.2f}")
-    apart = cards is not None and cards.gap.number() >= LEAST_APART
-    if cards is not None and apart and isinstance(cards.over_mean, Reading) and cards.over_mean.number() > max_card_over_mean:
+    if cards is not None and _apart(cards, max_card_over_mean):
         found.append(f"{cards.text}, at most {max_card_over_mean:.2f}")
     return "; ".join(found)

@@ -176,6 +176,19 @@ def test_one_card_at_72_and_the_other_at_41_gib_is_seen(tmp_path: Path) -> None:
     assert "highest over mean 1.27, at most 1.30" in even.text
 
 
+def test_small_cards_that_lie_less_than_a_gib_apart_are_even_and_that_is_the_reason_told(tmp_path: Path) -> None:
+    gib = 1 << 30
+    rows = closed_loop()
+    samples: list[TelemetryRow] = [sample(rows, T0 - 0.2 + i / 10) for i in range(44)]
+    cards = [GpuRow(n, f"GPU-{n}", "T4", 16 * gib, int(used * gib), int((16 - used) * gib)) for n, used in enumerate((2.0, 1.2))]
+    samples[9] = msgspec.structs.replace(samples[9], gpus=cards)
+    gate = assert_balanced(analyse(MadeRun(rows=rows, samples=samples).write(tmp_path)))
+    assert "highest over mean 1.25, less than 1.00 GiB apart" in gate.text
+    assert "at most 1.10" not in gate.text, "it is more"
+    assert gate.value is not None
+    assert gate.value.value == pytest.approx(1.25)
+
+
 def test_the_last_pipeline_stage_is_seen_to_be_the_fullest(tmp_path: Path) -> None:
     # field case G04: 61 layers over three nodes, and the last holds the head as well
     gib = 1 << 30
