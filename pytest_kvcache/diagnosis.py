@@ -181,8 +181,6 @@ def _watched(arguments: argparse.Namespace, settings: Settings, rules: Sequence[
 
 def _with_model(run: Run, settings: Settings) -> Run:
     """Return the Run with what the named model files tell of it; as it is where none were named."""
-    from dataclasses import replace
-
     from pytest_kvcache.analysis.modelfile import with_model
 
     if not settings.model_config or not run.record.before:
@@ -209,7 +207,7 @@ def _judgeable(analyses: Sequence[Analysis], where: str) -> None:
     )
 
 
-def as_lines(found: Diagnosis, width: int = 110) -> list[str]:
+def as_lines(found: Diagnosis, width: int = 100) -> list[str]:
     """Return the diagnosis as lines of text."""
     from pytest_kvcache.analysis.reconciliations import reconciliations
     from pytest_kvcache.report.terminal import three_numbers

@@ -84,32 +84,30 @@ def _of_runs(runs: Sequence[Any], name: str) -> tuple[Lengths, int]:
     """Return the lengths that the requests of stored Runs reached, together. Raises CannotJudge where no request held anything."""
     from pytest_kvcache.analysis.payload import REFUSED
     from pytest_kvcache.analysis.rows import read_rows
-    from pytest_kvcache.analysis.waste import Lengths, lengths_of_rows
+    from pytest_kvcache.analysis.waste import lengths_of_rows, together
     from pytest_kvcache.errors import CannotJudge
     from pytest_kvcache.quantities import Reading
 
     parts = [found for run in runs if (found := lengths_of_rows(read_rows(run.load_lines())[0], REFUSED)).requests]
     if not parts:
         raise CannotJudge("no request of it held a token", where=name, hint="name the Run of a load, not one of quality items alone")
-    counts: dict[int, int] = {}
-    for part in parts:
-        for length, count in part.counts.items():
-            counts[length] = counts.get(length, 0) + count
     told = [run.record.config["max_model_len"].to_value() for run in runs if "max_model_len" in run.record.config]
     limit = max((int(value.number()) for value in told if isinstance(value, Reading)), default=0)
-    return Lengths(dict(sorted(counts.items())), name, parts[0].in_order if len(parts) == 1 else ()), limit
+    return together(parts, name), limit
 
 
-def as_lines(known: Lengths, rows: Sequence[WasteRow]) -> list[str]:
-    """Return the table as lines of text."""
+def as_lines(known: Lengths, rows: Sequence[WasteRow], width: int = 100) -> list[str]:
+    """Return the table as lines of text, none of them wider than ``width``."""
+    import textwrap
+
     from tabulate import tabulate
 
     from pytest_kvcache.engines import clean
     from pytest_kvcache.quantities import Missing
 
     many = f"{known.requests:,} request{'s' if known.requests != 1 else ''}"
-    lines = [f"{clean(known.source, 200)}: {many}, {known.mean:,.0f} tokens on average, the longest {known.longest:,}", ""]
-    names = {"padded": "padded", "reserved": "reserved", "buckets": "buckets", "paged": "pages"}
+    lines = [*textwrap.wrap(f"{clean(known.source, 200)}: {many}, {known.mean:,.0f} tokens on average, the longest {known.longest:,}", width), ""]
+    heads = ["each request is", "given", "payload", "reserved, tokens", "of them empty"]
     cells = []
     for row in rows:
         if isinstance(row.share, Missing):
@@ -117,11 +115,18 @@ def as_lines(known: Lengths, rows: Sequence[WasteRow]) -> list[str]:
         else:
             figures = [f"{row.share.number() * 100:.1f} %", f"{row.reserved:,}", f"{row.reserved - row.payload:,}"]
         detail = f"{row.detail}: {row.share.reason}" if isinstance(row.share, Missing) else row.detail
-        cells.append([names.get(row.scheme, row.scheme), clean(detail, 90), *figures])
-    heads = ["each request is", "given", "payload", "reserved, tokens", "of them empty"]
-    lines += str(tabulate(cells, headers=heads, disable_numparse=True, colalign=["left", "left", "right", "right", "right"])).splitlines()
-    lines += ["", "Lengths are those at the end of each request, prompt and output; shared prefixes are not counted."]
-    return [*lines, *(clean(note[0].upper() + note[1:] + ".", 300) for note in known.notes)]
+        cells.append(["pages" if row.scheme == "paged" else row.scheme, clean(detail, 200), *figures])
+    # tabulate puts two spaces between columns and makes each two wider than its head
+    others = sum(max(len(heads[at]) + 2, *(len(row[at]) for row in cells)) + 2 for at in (0, 2, 3, 4)) if cells else 0
+    table = tabulate(
+        cells,
+        headers=heads,
+        disable_numparse=True,
+        colalign=["left", "left", "right", "right", "right"],
+        maxcolwidths=[None, max(width - others, 24), None, None, None],
+    )
+    lines += [*str(table).splitlines(), "", "Lengths are those at the end of each request, prompt and output; shared prefixes are not counted."]
+    return lines + [line for note in known.notes for line in textwrap.wrap(clean(note[0].upper() + note[1:] + ".", 300), width)]
 
 
 def as_json(known: Lengths, rows: Sequence[WasteRow]) -> dict[str, Any]:

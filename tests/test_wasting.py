@@ -43,14 +43,26 @@ def test_json_holds_the_same_for_programs(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_run_is_shown_with_the_limit_of_its_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     MadeRun(rows=[request(0, 0.0, prompt=100, output=28), request(1, 0.1, prompt=10, output=2)]).write(tmp_path / "runs" / "1-normal")
-    text = said(capsys, str(tmp_path))
+    text = " ".join(said(capsys, str(tmp_path)).split())
     assert "2 requests, 70 tokens on average, the longest 128" in text
     assert "reserved 1,024 for each 6.8 % 2,048 1,908" in text
 
 
 def test_a_way_into_which_a_request_does_not_fit_has_no_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.txt").write_text("300\n")
-    assert "reserved 256 for each: 1 request is longer and would not fit — — —" in said(capsys, str(tmp_path / "one.txt"), "--reserve", "256")
+    text = said(capsys, str(tmp_path / "one.txt"), "--reserve", "256")
+    assert re.search(r"reserved 256 for each: 1 request .* — — —", text)
+    assert "is longer and would not fit" in re.sub(r" — — —|\s+", " ", text).replace("  ", " ")
+
+
+def test_no_line_is_wider_than_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"{'a long name ' * 12}.csv"
+    path.write_text("prompt_tokens,completion_tokens\n" + "".join(f"{n * 997},{n}\n" for n in range(1, 60)))
+    words = ["--reserve", "1000,2000", "--best", "12", "--buckets", ",".join(str(n * 1000) for n in range(1, 40))]
+    assert main(["waste", str(path), *words]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "and 27 more" in re.sub(r"\s+", " ", shown)
 
 
 @pytest.mark.parametrize(

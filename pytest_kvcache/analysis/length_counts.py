@@ -57,6 +57,7 @@ class Found:
             self.empty += 1
 
     def add_counts(self, counts: Mapping[int, int]) -> None:
+        """Take so many requests of each length."""
         for length, count in counts.items():
             self.counts[length] = self.counts.get(length, 0) + count
 

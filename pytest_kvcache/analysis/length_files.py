@@ -14,6 +14,7 @@ import msgspec
 
 from pytest_kvcache.analysis.length_counts import MOST_LINE, OUTPUT, PROMPT, WHOLE, Found, lines_of, weighed
 from pytest_kvcache.analysis.length_tables import is_csv, read_table
+from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.waste import LONGEST, Lengths
 from pytest_kvcache.capacity.documents import read_traffic
 from pytest_kvcache.errors import CannotJudge, UsageError
@@ -21,7 +22,6 @@ from pytest_kvcache.load.traces import guessed_tokens, turns_of
 from pytest_kvcache.userfiles import MARK, not_text
 
 MOST_DOCUMENT = 1 << 30
-_HELD = frozenset({"ok", "stopped_early", "cut_off", "clamped", "truncated", "timeout"})
 _HINT = "a number of tokens, or an object with " + ", ".join((*WHOLE[:2], *PROMPT[:4], *OUTPUT[:3]))
 _GUESSED = "texts are not counted by a tokenizer here: their lengths are 4 tokens for 3 words"
 _TURNS = "each question of a conversation is a request that holds all that was said before it"
@@ -67,7 +67,7 @@ def _json_lines(file: IO[bytes], path: Path, found: Found) -> None:
     for number, line in lines_of(file, path):
         try:
             row = usual.decode(line)
-            plain = (not row.kind or row.kind == "request") and (not row.outcome or row.outcome in _HELD)
+            plain = (not row.kind or row.kind == "request") and row.outcome not in REFUSED
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             plain = False
         if plain and row.f0 is None and row.f1 is None and row.f2 is None:
@@ -124,7 +124,7 @@ def _length(value: Any, where: str) -> int:
         prompt = next((value[name] for name in PROMPT if isinstance(value.get(name), int)), None)
         output = next((value[name] for name in OUTPUT if isinstance(value.get(name), int)), 0)
         parts = [one] if one is not None else [prompt, output] if prompt is not None else []
-        if value.get("kind") == "request" and value.get("outcome") not in _HELD:
+        if value.get("kind") == "request" and value.get("outcome") in REFUSED:
             return 0
     if not parts or any(isinstance(part, bool) or not 0 <= part <= LONGEST for part in parts):
         raise UsageError(f"this line states no length: {str(value)[:80]}", where=where, hint=_HINT)

@@ -13,9 +13,12 @@ from pytest_kvcache.errors import UsageError
 
 _WEIGHT = ("count", "requests", "weight", "share", "frequency", "n")
 _LOW, _HIGH = ("low", "lowest", "from", "min"), ("high", "highest", "to", "max")
+_Take = Callable[[list[str]], tuple[int, int, float]]
+"""How a row is read: as a length or a range, and its weight."""
 
 
 def is_csv(path: Path, head: bytes) -> bool:
+    """Return whether a file is taken for a CSV: by its name, or by a separator in its first line where that is no JSON."""
     line = head.split(b"\n", 1)[0]
     return path.suffix.lower() in {".csv", ".tsv"} or (head[:1] not in (b"[", b"{") and any(mark in line for mark in (b",", b";", b"\t")))
 
@@ -68,9 +71,6 @@ def read_table(file: IO[bytes], path: Path, found: Found) -> None:
         weighed(pairs, str(path), found)
 
 
-Take = Callable[[list[str]], tuple[int, int, float]]
-
-
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -102,7 +102,7 @@ def _parts(row: list[str]) -> tuple[int, int, float]:
     return low, _tokens(row[-2]) if len(row) == 3 else low, _weight(row[-1]) if len(row) > 1 else 1
 
 
-def _columns(names: list[str], path: Path) -> tuple[Take, bool]:
+def _columns(names: list[str], path: Path) -> tuple[_Take, bool]:
     """Return how a row is read, and whether rows are parts of a histogram. Raises UsageError where the names tell no length."""
 
     def at(known: Iterable[str]) -> int | None:

@@ -112,6 +112,15 @@ def lengths_of_rows(rows: Rows, refused: Sequence[str]) -> Lengths:
     return Lengths(dict(zip(found.tolist(), counts.tolist(), strict=True)), "requests.jsonl: prompt and output of each request", reached)
 
 
+def together(parts: Sequence[Lengths], source: str = "") -> Lengths:
+    """Return several distributions as one; in which order its requests came is known where it is of one alone."""
+    counts: dict[int, int] = {}
+    for part in parts:
+        for length, count in part.counts.items():
+            counts[length] = counts.get(length, 0) + count
+    return Lengths(dict(sorted(counts.items())), source, parts[0].in_order if len(parts) == 1 else ())
+
+
 def lengths_of(analysis: Analysis) -> Lengths:
     """Return the distribution of an Analysis, as it holds it."""
     return analysis.lengths

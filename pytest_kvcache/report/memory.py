@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.balance import Idling
 from pytest_kvcache.analysis.ledger import CardLedger, Part
 from pytest_kvcache.analysis.sweep import sweep, variants_of
-from pytest_kvcache.analysis.waste import Lengths, waste
+from pytest_kvcache.analysis.waste import together, waste
 from pytest_kvcache.judge.search_file import read_search
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.report.escape import plain
@@ -117,7 +116,7 @@ def waste_table(view: SessionView) -> Table:
     for analysis in judged:
         if not is_probe(analysis):  # variants of a sweep were pressed alike
             loads.setdefault(analysis.run.record.profile, []).append(analysis)
-    known = {profile: merged for profile, analyses in loads.items() if (merged := _merged(analyses)).requests > 1}
+    known = {profile: one for profile, analyses in loads.items() if (one := together([a.lengths for a in analyses])).requests > 1}
     profiles = list(known)[:MAX_PROFILES]
     table = Table(["each request reserves", *(plain(profile, 40) for profile in profiles)])
     rows: dict[str, dict[str, str]] = {}
@@ -143,14 +142,6 @@ def waste_table(view: SessionView) -> Table:
     if table.rows:
         table.notes.insert(0, "Share of the reserved tokens that is payload, at the length that each request reached (prompt and output).")
     return table
-
-
-def _merged(analyses: Sequence[Analysis]) -> Lengths:
-    counts: dict[int, int] = {}
-    for analysis in analyses:
-        for length, count in analysis.lengths.counts.items():
-            counts[length] = counts.get(length, 0) + count
-    return Lengths(dict(sorted(counts.items())))
 
 
 def balance_table(view: SessionView) -> Table:

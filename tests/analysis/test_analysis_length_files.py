@@ -8,6 +8,7 @@ import gzip
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,11 @@ from made_run import MadeRun, refused, request
 
 from pytest_kvcache.analysis import length_counts
 from pytest_kvcache.analysis.length_files import read_lengths
+from pytest_kvcache.analysis.payload import REFUSED
+from pytest_kvcache.analysis.rows import read_rows
+from pytest_kvcache.analysis.waste import lengths_of_rows
 from pytest_kvcache.errors import CannotJudge, KvError, UsageError
+from pytest_kvcache.load.contract import OUTCOMES
 from pytest_kvcache.load.traces import read_trace
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
@@ -38,6 +43,13 @@ def test_a_file_may_be_numbers_traces_requests_or_a_histogram(tmp_path: Path) ->
     found = read_lengths(tmp_path / "run" / "requests.jsonl")
     assert dict(found.counts) == {12: 1}
     assert found.notes == ("1 requests of no token, or that were refused, are left out",)
+
+
+def test_the_rows_of_a_run_are_the_lengths_of_the_run_whatever_became_of_them(tmp_path: Path) -> None:
+    """A file of rows and the folder that it lies in tell one table."""
+    rows = [msgspec.structs.replace(request(n, n / 10, prompt=100 + n, output=3), outcome=outcome) for n, outcome in enumerate(OUTCOMES)]
+    run = MadeRun(rows=rows).write(tmp_path / "run")
+    assert dict(read_lengths(tmp_path / "run" / "requests.jsonl").counts) == dict(lengths_of_rows(read_rows(run.load_lines())[0], REFUSED).counts)
 
 
 @pytest.mark.parametrize(
