@@ -13,11 +13,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
-
 from pytest_kvcache.errors import EndpointUnreachable
 from pytest_kvcache.server.endpoint import Endpoint, complete
+from pytest_kvcache.server.openai import client_for
+from pytest_kvcache.server.transport import ask
 
 KINDS = frozenset({"loglikelihood", "loglikelihood_rolling", "multiple_choice"})
 """The output types of the harness that are likelihoods."""
@@ -116,12 +115,11 @@ def _told(body: Any) -> list[Any]:
 def tells_tokenizer(endpoint: Endpoint) -> bool:
     """Return whether the server lets the harness use its tokenizer (vLLM with --enable-tokenizer-info-endpoint)."""
     try:
-        with endpoint.client(10.0) as client:
-            answer = client.get(endpoint.url("/tokenizer_info"), headers=endpoint.api_headers())
-        told = msgspec.json.decode(answer.content) if answer.status_code == 200 else None
-    except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError):
+        with client_for(endpoint, None, 10.0) as client:
+            answer = ask(endpoint, client, "GET", "/tokenizer_info", timeout_s=10.0)
+    except EndpointUnreachable:
         return False
-    return isinstance(told, dict) and "eos_token" in told
+    return answer.status == 200 and isinstance(answer.value, dict) and "eos_token" in answer.value
 
 
 def is_weighed(sample: Any) -> bool:
