@@ -36,10 +36,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Engine:
-    """What is served, and by which engine's rules its counters are read. ``reserve``: each request holds this length whatever it has; ``fixed``: so many tokens of room on top (state layers);
-    ``forgets``: the share of cached
-    prefixes that others take before they are asked for again; ``leaks``: blocks that a hung-up client leaves behind;
-    ``gauges_s``: its gauges are set so seldom; ``counts_at_end``: a request's tokens are counted when it ends."""
+    """What is served, and by which engine's rules its counters are read. ``reserve``: each request holds this length whatever it has; ``fixed``: so
+    many tokens of room on top (state layers); ``forgets``: the share of cached prefixes that others take before they are asked for again; ``leaks``:
+    blocks that a hung-up client leaves behind; ``gauges_s``: its gauges are set so seldom; ``counts_at_end``: a request's tokens are counted when
+    it ends."""
 
     name: str = "vllm"
     usable: int = 4000

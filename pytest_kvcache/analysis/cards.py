@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_kvcache import units
+from pytest_kvcache.analysis.holding import GROUPING
 from pytest_kvcache.analysis.ledger import GPU, HOST, CardLedger, Facts, Part, reconcile
 from pytest_kvcache.analysis.memory_seen import Memory, cpu_seconds, read_telemetry_memory
 from pytest_kvcache.analysis.modelfile import Split, computed_parts, split_of
@@ -23,25 +24,14 @@ if TYPE_CHECKING:
     from pytest_kvcache.analysis.timeline import Analysis
 
 _PARTS = (
-    "pool",
-    "weights",
-    "activation",
-    "graphs",
-    "graphs_planned",
-    "workspace",
-    "context",
-    "budget",
-    "utilization",
-    "total",
-    "free_at_start",
-    "pool_allowed",
+    "pool", "weights", "activation", "graphs", "graphs_planned", "workspace", "context", "budget", "utilization", "total", "free_at_start", "pool_allowed",
     "consumed",
-)
+)  # fmt: skip
 _NO_SHARE = frozenset({"llamacpp"})
 _OF_FREE = "sglang"
 _PER_RANK = frozenset({"sglang"})
 """Engines that state memory of one tensor-parallel rank."""
-_WORDS = 4 << 20
+_MOST_LOG_BYTES = 4 << 20
 
 
 def start_memory(run: Run) -> list[StartMemory]:
@@ -52,7 +42,7 @@ def start_memory(run: Run) -> list[StartMemory]:
         return kept
     if len(run.record.endpoints) < 2:
         with contextlib.suppress(OSError), (run.folder / "server.log").open("rb") as file:
-            if (found := read_memory(file.read(_WORDS).decode("utf-8", "replace"))) or not kept:
+            if (found := read_memory(file.read(_MOST_LOG_BYTES).decode("utf-8", "replace"))) or not kept:
                 return found
     # recorded before overridden pools were told from the memory that was found for them
     return [_without_pool(worker) if worker in stale else worker for worker in kept]
@@ -121,7 +111,7 @@ def log_ledgers(start: Sequence[StartMemory], engine: str = "") -> list[CardLedg
 
 def usual_share(engine: str, version: str = "") -> float:
     """Return the engine's default share of a card; 0 where it takes none or chooses it by the card (SGLang). vLLM's was 0.9 until 0.19."""
-    if engine not in ("vllm", "ray_vllm", "nim"):
+    if GROUPING.get(engine) != "vllm":
         return 0.0
     match = re.match(r"0\.([0-9]{1,3})\b", version)
     return 0.9 if match is not None and int(match.group(1)) < 20 else DEFAULT_UTILIZATION["vllm"]
@@ -149,8 +139,8 @@ def by_hand_of(worker: StartMemory | None, values: Mapping[str, Value]) -> str:
 
 
 def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequence[StartMemory]) -> list[CardLedger]:
-    ours = set().union(*memory.pids.values()) if memory.pids else set()
     cards = sorted(memory.cards.items(), key=lambda item: (item[1][1].host, item[1][1].index))
+    ours = memory.ours
     owners = {key: number for number, pids in memory.pids.items() for key, (_, card) in cards if pids & card.processes.keys()}
     served = [key for key, _ in cards if key in owners]
     workers, notes = _place(cards, served, start, values)
@@ -198,7 +188,7 @@ def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequ
                     stated,
                     computed,
                     {"weights": spread.number()} if isinstance(spread, Reading) else {},
-                    by_hand=by_hand_of(worker, told) if {"pool"} & {*stated, *computed} else "",
+                    by_hand=by_hand_of(worker, told) if "pool" in stated or "pool" in computed else "",
                     has_share=run.record.engine not in _NO_SHARE,
                     share_of_free=run.record.engine == _OF_FREE,
                     usual_share=usual_share(run.record.engine, run.record.engine_version),

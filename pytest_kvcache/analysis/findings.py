@@ -246,8 +246,7 @@ def find_in(analyses: Sequence[Analysis], rules: Sequence[Rule] | None = None, b
     """Return what the rules say of several Runs: each rule speaks once, of the first Run that shows it.
 
     A Run is compared with the first of ``baselines`` of its profile, or where there are none with the first Run given (of a sweep: not at
-    all, its settings are meant to differ). A rule counts as
-    not looked at only where no Run could answer it.
+    all, its settings are meant to differ). A rule counts as not looked at only where no Run could answer it.
     """
     found: dict[str, Finding] = {}
     unseen: dict[str, Unseen] = {}

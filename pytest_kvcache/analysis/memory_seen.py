@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pytest_kvcache.analysis.card_parts import GPU, HOST
 from pytest_kvcache.analysis.series import Card, Series
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import GpuRow, MemoryRow
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_CARDS = 4096
 _SHORTEST_PAUSE_S = 2.5
-"""Memory is looked at twice a second; a pause in it is longer than this, and longer than three usual steps."""
+"""Cards are looked at twice a second, processes once; a pause in a line is longer than this, and longer than three of its usual steps."""
 
 
 class _Look(msgspec.Struct):
@@ -47,10 +48,15 @@ class Memory:
     cpu_s: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     resident: dict[int, list[tuple[float, float, float, float]]] = field(default_factory=dict)
 
+    @property
+    def ours(self) -> set[str]:
+        """The processes of all servers of the Run."""
+        return set().union(*self.pids.values())
+
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """The memory of one card, or of the machine with one server's processes (``kind`` host), over time, in bytes.
+    """The memory of one card (``kind`` GPU), or of the machine with one server's processes (HOST), over time, in bytes.
 
     ``t_s`` counts from the start of the load; NaN is a pause in the looks, or a figure that was not told. ``server`` are this server's processes,
     ``others`` all other processes. ``label`` names it for people.
@@ -87,7 +93,7 @@ def read_telemetry_memory(run: Run) -> Memory:
             known = found.cards.get(key)
             if known is None or card.used_bytes > known[1].used_bytes:
                 found.cards[key] = (look.wall_s, card)
-            others = _others_of(card, set().union(*found.pids.values()) if found.pids else set())
+            others = _others_of(card, found.ours)
             if others is not None:
                 low, high = found.other_bytes.get(key, (others, others))
                 found.other_bytes[key] = (min(low, others), max(high, others))
@@ -117,7 +123,7 @@ def cpu_seconds(memory: Memory, since_s: float, until_s: float) -> Value:
 
 def memory_lines(memory: Memory, series: Sequence[Series], since_s: float) -> tuple[MemoryLine, ...]:
     """Return the cards over time, and beside them each server's processes in the machine's memory."""
-    ours = set().union(*memory.pids.values()) if memory.pids else set()
+    ours = memory.ours
     cards = [_of_card(card, ours, since_s) for one in series for card in one.cards]
     hosts = [_of_host(number, looks, len(memory.resident), since_s) for number, looks in sorted(memory.resident.items())]
     return (*cards, *hosts)
@@ -132,7 +138,7 @@ def _of_card(card: Card, ours: set[str], since_s: float) -> MemoryLine:
         (_added([held for pid, held in card.processes.items() if (pid in ours) == mine], len(none)) if known else none) for mine in (True, False)
     )
     label = f"GPU {card.index} {card.name}" + (f" on {card.host}" if card.host else "")
-    return _line(label, "gpu", card.uuid, card.wall_s - since_s, card.total, card.used, card.free, server, others)
+    return _line(label, GPU, card.uuid, card.wall_s - since_s, card.total, card.used, card.free, server, others)
 
 
 def _added(columns: Sequence[Floats], count: int) -> Floats:
@@ -151,7 +157,7 @@ def _of_host(number: int, looks: Sequence[tuple[float, float, float, float]], se
     wall_s, total, available, held = np.array(sorted(looks), dtype=np.float64).T
     label = "memory of the machine" + (f", server {number + 1}" if servers > 1 else "")
     used = total - available
-    return _line(label, "host", "", wall_s - since_s, total, used, available, held, np.maximum(used - held, 0.0))
+    return _line(label, HOST, "", wall_s - since_s, total, used, available, held, np.maximum(used - held, 0.0))
 
 
 def _line(label: str, kind: str, uuid: str, t_s: Floats, *columns: Floats) -> MemoryLine:

@@ -47,14 +47,16 @@ def keep_rules(session: Path, rules: RuleSet) -> None:
 def kept_rules(session: Path) -> list[Path]:
     """Return the files of rules that a session's folder holds, in the order in which they were given."""
     folder = session / FOLDER
-    found = sorted(path for path in folder.glob("*.toml") if path.is_file() and not path.is_symlink()) if folder.is_dir() else []
-    return found[:MOST_FILES]
+    return sorted(path for path in folder.glob("*.toml") if path.is_file() and not path.is_symlink()) if folder.is_dir() else []
 
 
 def readable_rules(session: Path) -> tuple[list[Path], list[str]]:
     """Return the kept files that this build reads, and what is wrong with the others: a report is made without them, and says so."""
     found, wrong = [], []
-    for path in kept_rules(session):
+    kept = kept_rules(session)
+    if len(kept) > MOST_FILES:
+        wrong.append(f"{FOLDER}/: {len(kept)} files, of which the first {MOST_FILES} are read")
+    for path in kept[:MOST_FILES]:
         try:
             rule_set([path])
             found.append(path)

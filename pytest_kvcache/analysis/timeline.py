@@ -14,7 +14,7 @@ from pytest_kvcache.analysis.client import client_values, read_client
 from pytest_kvcache.analysis.demand import Demand, demand, lanes_of
 from pytest_kvcache.analysis.facts import gather
 from pytest_kvcache.analysis.holding import Footprint, footprint
-from pytest_kvcache.analysis.ledger import CardLedger
+from pytest_kvcache.analysis.ledger import GPU, HOST, CardLedger
 from pytest_kvcache.analysis.levels import Levels, Window, config_values, idle_values, levels
 from pytest_kvcache.analysis.memory_seen import MemoryLine, memory_lines, read_telemetry_memory
 from pytest_kvcache.analysis.payload import REFUSED, Payload, bounded_by_pool, payload
@@ -238,7 +238,7 @@ def _timeline(series: Sequence[Series], seen: Levels, window: Window, rows: Rows
         )
     whole = _columns(seen.wall_s, lambda name: seen.columns[name], window, seen.counts, step, load)
     ranks = _ranks(series[0], window, seen.counts, step) if len(series) == 1 else ()
-    cards, hosts = (tuple(line for line in lines if line.kind == kind) for kind in ("gpu", "host"))
+    cards, hosts = (tuple(line for line in lines if line.kind == kind) for kind in (GPU, HOST))
     return replace(whole, endpoints=parts, ranks=ranks, cards=cards, hosts=hosts)
 
 

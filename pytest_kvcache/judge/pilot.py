@@ -15,7 +15,7 @@ from pytest_kvcache import units
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.experimentrecords import RepeatChoice, SpreadRecord
 from pytest_kvcache.judge import stats
-from pytest_kvcache.judge.windows import Asked, Margins, asked, pair
+from pytest_kvcache.judge.windows import Asked, Margins, asked, pair, title
 from pytest_kvcache.quantities import Missing
 
 CHANCE = 0.90
@@ -25,10 +25,6 @@ HOPELESS = 0.10
 FEWEST = 3
 """Fewest pairs whose spread may choose: two of them tell next to nothing of it."""
 _SPACE = ("usage", "free_blocks", "free_tokens")
-_TITLES = {
-    "usage": "peak usage", "free_blocks": "the fewest free blocks", "free_tokens": "the fewest free tokens", "ttft": "the time to first token",
-    "latency": "the time to the last token", "throughput": "the output rate", "prefix": "the hit rate of the prefix cache",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,8 +140,7 @@ def said(choice: RepeatChoice) -> str:
 
 
 def _shown(record: SpreadRecord) -> str:
-    base = record.quantity.split(".")[0]
-    return f"{_TITLES.get(base, record.quantity)} [{record.lane}] spreads {_amount(record, record.spread)} from pair to pair"
+    return f"the {title(record.quantity)} [{record.lane}] spreads {_amount(record, record.spread)} from pair to pair"
 
 
 def _amount(record: SpreadRecord, size: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pytest_kvcache import units
 from pytest_kvcache.analysis.soundness import Limits, Problem
 from pytest_kvcache.analysis.timeline import Analysis
+from pytest_kvcache.judge.declared import SIZES
 from pytest_kvcache.quantities import QUANTITIES, Reading
 from pytest_kvcache.records import RunRecord
 
@@ -45,7 +46,7 @@ def _mixed(what: str) -> Problem:
 
 def _per_launch(name: str, analyses: Sequence[Analysis]) -> bool:
     """Return whether a difference is what restarts alone bring: an engine that sizes its pool by free memory finds another each time."""
-    return name in {"pool_blocks", "usable_blocks", "pool_tokens", "pool_bytes", "weights_bytes", "max_concurrency"} and launches(analyses) > 1
+    return name in SIZES and launches(analyses) > 1
 
 
 def launches(analyses: Sequence[Analysis]) -> int:

@@ -15,6 +15,15 @@ TIME_FLOOR_S = 0.010
 """A time to first token may always grow by this much: a quarter of two milliseconds is nothing that anybody waits for."""
 COUNT_MARGIN = 0.5
 """By how much the rate of rejections or preemptions may be higher, as a share, before a change counts as worse."""
+_TITLES = {
+    "usage": "peak usage", "free_blocks": "fewest free blocks", "free_tokens": "fewest free tokens", "ttft": "time to first token",
+    "latency": "time to last token", "throughput": "output rate", "prefix": "prefix hit rate",
+}  # fmt: skip
+
+
+def title(quantity: str) -> str:
+    """Return what people call a quantity that is compared."""
+    return _TITLES.get(quantity.split(".", maxsplit=1)[0], quantity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,11 @@ class Asked:
     relative: bool = False
     tokens_a_block: tuple[float, float] | None = None
     lacking: Missing | None = None
+
+    @property
+    def title(self) -> str:
+        """What people call the quantity."""
+        return title(self.quantity)
 
     @property
     def bound(self) -> float:

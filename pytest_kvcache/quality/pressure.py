@@ -46,6 +46,8 @@ FULL = 0.85
 """The peak of usage from which the cache counts as full, where no request waited or was preempted."""
 
 _MOST_USERS = 256
+_FILL_STEP = 12
+"""So many items are asked between two looks at the clock."""
 _LONGEST_FILL_S = 1800.0
 _FULL_WITHIN_S = 60.0
 _CANCELLERS = 2
@@ -115,10 +117,6 @@ def ask_under_pressure(pressing: Pressing, items: Sequence[Item], pressures: Seq
             found.append(record)
             left += late
     return found
-
-
-_FILL_STEP = 12
-"""So many items are asked between two looks at the clock."""
 
 
 def _in_steps(items: Sequence[Item], pressure: str) -> list[list[Item]]:

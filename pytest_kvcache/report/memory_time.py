@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache import units
-from pytest_kvcache.analysis.ledger import CardLedger
+from pytest_kvcache.analysis.ledger import GPU, CardLedger
 from pytest_kvcache.analysis.memory_seen import MemoryLine, course
 from pytest_kvcache.quantities import Reading
 from pytest_kvcache.report.charts import thin
@@ -45,7 +46,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class OverTime:
-    """What the page shows of memory over time: charts, one table of figures, and how many cards are only in the table."""
+    """What the page shows of memory over time: charts, and one table of figures, whose notes say how many lines are not drawn."""
 
     charts: list[Drawn] = field(default_factory=list)
     table: Table = field(default_factory=lambda: Table([""]))
@@ -61,7 +62,7 @@ def over_time(view: SessionView) -> OverTime:
             continue
         lines = [line for line in (*peak.timeline.cards, *peak.timeline.hosts) if len(line.t_s) > 1]
         # the machine's memory is the server's own only where it is not on cards; beside cards it stays in the table
-        shown = [line for line in lines if line.kind == "gpu"] or lines
+        shown = [line for line in lines if line.kind == GPU] or lines
         table.rows += [_row(line, side) for line in lines]
         for part, start in enumerate(range(0, min(len(shown), MAX_LINES), 4)):
             some = shown[start : start + 4]
@@ -146,8 +147,10 @@ def _same(ledger: CardLedger, line: MemoryLine) -> bool:
     """Say whether a ledger is of the card, or the server, of a line: both are named by the same index, name and host."""
     if ledger.kind != line.kind:
         return False
-    name, _, host = line.label.partition(" on ") if line.kind == "gpu" else (line.label, "", "")
-    return ledger.name == (f"{host} {name}".strip()[:120]) if line.kind == "gpu" else ledger.name.startswith(name)
+    if line.kind == GPU:
+        name, _, host = line.label.partition(" on ")
+        return ledger.name == f"{host} {name}".strip()[:120]
+    return ledger.name == line.label or ledger.name.startswith(f"{line.label} of ")
 
 
 def _panel(axes: Axes, line: MemoryLine, ledger: CardLedger | None) -> None:
@@ -175,7 +178,7 @@ def _panel(axes: Axes, line: MemoryLine, ledger: CardLedger | None) -> None:
         axes.axvspan(since, until, facecolor=GRID, alpha=0.55, linewidth=0, label="not looked at")
     whole, most = float(np.nanmax(total)), float(np.nanmax(used))
     # a machine has many times what a server holds: drawn to its size nothing could be seen to move
-    close = line.kind != "gpu" and most < 0.4 * whole
+    close = line.kind != GPU and most < 0.4 * whole
     if not close:
         axes.axhline(whole, color=MUTED, linewidth=0.8, label="all of it")
     if ledger is not None and isinstance(ledger.budget, Reading) and not close:
@@ -198,6 +201,4 @@ def _chosen(t_s: Sequence[float], values: Sequence[float]) -> Any:
 
 def _pauses(line: MemoryLine) -> list[tuple[float, float]]:
     """Return from when to when nothing was looked at: a row of NaN stands in the middle of each."""
-    import math
-
     return [(line.t_s[i - 1], line.t_s[i + 1]) for i, value in enumerate(line.used) if math.isnan(value) and 0 < i < len(line.used) - 1]

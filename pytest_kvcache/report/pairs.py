@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from pytest_kvcache.analysis.three import beside
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.judge.windows import Asked, Margins, asked, pair
-from pytest_kvcache.quantities import Missing, Reading
+from pytest_kvcache.quantities import Missing
 from pytest_kvcache.records import GateRecord
 from pytest_kvcache.report.escape import plain
-from pytest_kvcache.report.model import SessionView, is_probe, show_number
+from pytest_kvcache.report.model import SessionView, at_peak, is_probe, show_number
 from pytest_kvcache.report.sections import Table
 from pytest_kvcache.report.svg import AFTER, BOUND, INK, MUTED, canvas, context, to_text
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_PAIRS = 60
-_TITLES = {
-    "usage": "peak usage", "ttft": "time to first token", "latency": "time to last token", "throughput": "output rate", "prefix": "prefix hit rate",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,6 @@ class Compared:
     before: Sequence[float]
     after: Sequence[float]
     gate: GateRecord | None
-
-    @property
-    def title(self) -> str:
-        """What people call the quantity."""
-        return _TITLES.get(self.one.quantity.split(".")[0], self.one.quantity)
 
     @property
     def changes(self) -> list[float]:
@@ -77,11 +69,11 @@ class Pairs:
 
     def table(self) -> Table:
         """Return each pair with what it measured on both sides."""
-        table = Table(["pair", "first", *(found.title for found in self.compared)], labels=2)
+        table = Table(["pair", "first", *(found.one.title for found in self.compared)], labels=2)
         for row, (number, first) in enumerate(zip(self.repeats, self.first, strict=True)):
             cells = [f"{show_number(c.before[row], c.unit)} → {show_number(c.after[row], c.unit)}" for c in self.compared]
             table.rows.append([str(number), first, *cells])
-        table.notes += [self.beside] if self.beside and any(found.title == _TITLES["usage"] for found in self.compared) else []
+        table.notes += [self.beside] if self.beside and any(found.one.quantity == "usage.hottest" for found in self.compared) else []
         farthest = [text for found in self.compared if (text := self._farthest(found))]
         table.notes += [f"Farthest from the others: {'; '.join(farthest)}."] if farthest else []
         return table
@@ -97,7 +89,7 @@ class Pairs:
         most = max(range(len(away)), key=away.__getitem__)
         if away[most] <= max(3 * usual, abs(found.on_scale(found.one.margin))):
             return ""
-        return f"{found.title} in pair {self.repeats[most]} ({changes[most]:+.3g} {found.scale}, the middle is {middle:+.3g})"
+        return f"{found.one.title} in pair {self.repeats[most]} ({changes[most]:+.3g} {found.scale}, the middle is {middle:+.3g})"
 
     def draw(self, key: str) -> str:
         """Return a panel for each quantity as SVG: the change of every pair, the interval of their mean, and the margin."""
@@ -108,7 +100,7 @@ class Pairs:
             for axes, found in zip(grid[0], self.compared, strict=False):
                 _panel(axes, found, self.repeats)
             figure.subplots_adjust(left=0.16 / wide, right=1 - 0.03 / wide, top=0.86, bottom=0.22, wspace=0.24)
-            words = "; ".join(f"{c.title}: {', '.join(f'{change:+.3g}' for change in c.changes)} {c.scale}" for c in self.compared)
+            words = "; ".join(f"{c.one.title}: {', '.join(f'{change:+.3g}' for change in c.changes)} {c.scale}" for c in self.compared)
             return to_text(figure, key, f"{self.name}, change of each pair. {words}")
 
 
@@ -133,7 +125,7 @@ def _panel(axes: Axes, found: Compared, repeats: Sequence[int]) -> None:
     axes.set_xlim(min(repeats) - 0.6, max(repeats) + 0.6)
     axes.set_xlabel("pair", fontsize=7.5, labelpad=1)
     axes.grid(visible=False, axis="x")
-    axes.set_title(f"{found.title}, change in {found.scale}", loc="left", fontsize=8, color=INK, pad=4)
+    axes.set_title(f"{found.one.title}, change in {found.scale}", loc="left", fontsize=8, color=INK, pad=4)
 
 
 def pairs(view: SessionView) -> list[Pairs]:
@@ -162,7 +154,5 @@ def pairs(view: SessionView) -> list[Pairs]:
 
 
 def _beside(before: Sequence[Analysis], after: Sequence[Analysis]) -> str:
-    fullest = [
-        max(side, key=lambda a: peak.number() if isinstance(peak := a.values.get("usage.peak"), Reading) else -1.0) for side in (before, after)
-    ]
-    return "; ".join(f"{word}: {plain(beside(analysis), 400)}" for word, analysis in zip(("before", "after"), fullest, strict=True))
+    fullest = {"before": at_peak(before), "after": at_peak(after)}
+    return "; ".join(f"{word}: {plain(beside(analysis), 400)}" for word, analysis in fullest.items() if analysis is not None)

@@ -49,7 +49,7 @@ def view(after: Sequence[float], tmp_path: Path) -> SessionView:
 
 def test_each_pair_stands_with_its_order_and_the_one_that_differs_is_named(tmp_path: Path) -> None:
     (found,) = pairs(view([0.51, 0.53, 0.80, 0.52, 0.505], tmp_path))
-    assert [compared.title for compared in found.compared] == ["peak usage", "time to first token", "output rate"]
+    assert [compared.one.title for compared in found.compared] == ["peak usage", "time to first token", "output rate"]
     table = found.table()
     assert [row[:3] for row in table.rows[:3]] == [
         ["1", "before", "50.0 % → 51.0 %"],
