@@ -38,15 +38,7 @@ def read_results(path: Path) -> list[Result]:
 
     What AIPerf wrote of the server in the same folder and benchmark belongs to the load: it is read with it.
     """
-    found: list[Result] = []
-    for value in read_file(path):
-        for one in value if isinstance(value, list) else [value]:
-            found += _read_one(one, path)
-            if len(found) > MOST_RESULTS:
-                raise UsageError(f"more than {MOST_RESULTS} results in one file", where=str(path))
-    if not found:
-        raise CannotJudge("cannot judge: the file holds no result", where=str(path), hint="did the load tool come to its end?")
-    return [_with_server(result, path) for result in found]
+    return [_with_server(result, path) for result in _read_alone(path)]
 
 
 def result_file(path: Path) -> Path | None:
@@ -56,6 +48,18 @@ def result_file(path: Path) -> Path | None:
     if (path / "runs").is_dir() or (path / "run.json").is_file():  # ours
         return None
     return next((path / name for name in IN_FOLDER if (path / name).is_file()), None)
+
+
+def _read_alone(path: Path) -> list[Result]:
+    found: list[Result] = []
+    for value in read_file(path):
+        for one in value if isinstance(value, list) else [value]:
+            found += _read_one(one, path)
+            if len(found) > MOST_RESULTS:
+                raise UsageError(f"more than {MOST_RESULTS} results in one file", where=str(path))
+    if not found:
+        raise CannotJudge("cannot judge: the file holds no result", where=str(path), hint="did the load tool come to its end?")
+    return found
 
 
 def _read_one(one: Any, path: Path) -> list[Result]:
@@ -85,7 +89,7 @@ def _with_server(result: Result, path: Path) -> Result:
         return result
     for beside in sorted(path.parent.glob("*server_metrics*.json"))[:_MOST_BESIDE]:
         try:
-            found = read_results(beside)
+            found = _read_alone(beside)
         except (CannotJudge, UsageError):
             continue
         if len(found) == 1 and found[0].engine and found[0].benchmark == result.benchmark:

@@ -5,11 +5,9 @@ AIPerf counts tokens with a tokenizer of its own; what the server itself counted
 
 from __future__ import annotations
 
-import calendar
-import time
 from typing import Any
 
-from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, section, text
+from pytest_kvcache.imports.result import ISO, Figures, Result, as_number, failures, held_up, section, text, utc_s
 
 TOOL = "AIPerf"
 _SECONDS = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9, "sec": 1.0, "s": 1.0, "seconds": 1.0}
@@ -70,8 +68,8 @@ def read(raw: dict[str, Any]) -> list[Result]:
             version=text(raw.get("aiperf_version")),
             model=_model(raw),
             options={key: value for key, value in options.items() if value is not None},
-            began_wall_s=_wall_s(text(raw.get("start_time"))),
-            ended_wall_s=_wall_s(text(raw.get("end_time"))),
+            began_wall_s=utc_s(text(raw.get("start_time")), ISO),
+            ended_wall_s=utc_s(text(raw.get("end_time")), ISO),
             problems=tuple(problems),
             notes=(*failures(failed, ok), *notes, *([f"phase {phase}"] if phase else [])),
             benchmark=text(raw.get("benchmark_id")),
@@ -94,10 +92,3 @@ def _model(raw: dict[str, Any]) -> str:
     first = items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}
     names = section(raw, "input_config", "endpoint").get("model_names")
     return text(first.get("name")) or (text(names[0]) if isinstance(names, list) and names else "")
-
-
-def _wall_s(moment: str) -> float:
-    try:
-        return float(calendar.timegm(time.strptime(moment.split(".", maxsplit=1)[0], "%Y-%m-%dT%H:%M:%S")))
-    except ValueError:
-        return 0.0

@@ -6,8 +6,6 @@ dialect, as it was with every gauge at its highest, its mean and its lowest, and
 
 from __future__ import annotations
 
-import calendar
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,39 +15,19 @@ from pytest_kvcache.engines import read as read_engine
 from pytest_kvcache.errors import CannotJudge, UnknownEngine
 from pytest_kvcache.imports.aiperf import TOOL
 from pytest_kvcache.imports.reading import Columns, Table, read_cell
-from pytest_kvcache.imports.result import Figures, Result, as_number, section, text
+from pytest_kvcache.imports.result import ISO, Figures, Result, as_number, section, text, utc_s
 from pytest_kvcache.quantities import QUANTITIES, Missing, Reading
 from pytest_kvcache.records import SnapshotRecord
 
-FILE = "server_metrics_export"
 _SEEN = ("max", "avg", "min")
 _COUNTER = "counter"
 _KINDS = ("gauge", "unknown", _COUNTER)
 _OWN = ("endpoint_url", "metric_name", "metric_type", "unit", "description", "timestamp_ns", "value", "sum", "count", "bucket_le", "bucket_count")
 _FIRST = ("Endpoint", "Type", "Metric", "Unit")
 _INFO = ["Endpoint", "Metric", "Key", "Value", "Description"]
+_SHARES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 _STATISTICS = frozenset(
-    [
-        "avg",
-        "min",
-        "max",
-        "std",
-        "p1",
-        "p5",
-        "p10",
-        "p25",
-        "p50",
-        "p75",
-        "p90",
-        "p95",
-        "p99",
-        "total",
-        "rate",
-        "rate_avg",
-        "rate_min",
-        "rate_max",
-        "rate_std",
-    ]
+    {"avg", "min", "max", "std", "total", "rate", "rate_avg", "rate_min", "rate_max", "rate_std", *(f"p{share}" for share in _SHARES)}
 )
 
 
@@ -129,7 +107,7 @@ def read(raw: dict[str, Any] | Table | Columns) -> list[Result]:
             ended_wall_s=export.ended_wall_s,
             notes=(
                 f"levels of the server were polled {pace}: a peak between two reads is not seen, so each is at least what stands here",
-                *(f"{len(unread)} of the endpoints that were read tell nothing of a KV cache" for _ in unread[:1]),
+                *([f"{len(unread)} of the endpoints that were read tell nothing of a KV cache"] if unread else []),
             ),
             benchmark=export.benchmark,
             engine=engines[0],
@@ -219,10 +197,10 @@ def _of_json(raw: dict[str, Any]) -> _Export:
         list(_json_series(raw["metrics"])),
         version=text(raw.get("aiperf_version")),
         benchmark=text(raw.get("benchmark_id")),
-        began_wall_s=_wall_s(text(summary.get("start_time"))),
-        ended_wall_s=_wall_s(text(summary.get("end_time"))),
+        began_wall_s=utc_s(text(summary.get("start_time")), ISO),
+        ended_wall_s=utc_s(text(summary.get("end_time")), ISO),
         interval_ms=max(paces, default=None),
-        model=text(section({"first": first}, "first").get("name")),
+        model=text(section(first).get("name")),
     )
 
 
@@ -268,11 +246,3 @@ def _of_columns(raw: Columns) -> _Export:
     began, ended = (float(moments.min()) / 1e9, float(moments.max()) / 1e9) if len(moments) else (0.0, 0.0)
     version, benchmark = (raw.metadata.get(f"aiperf.{name}", "") for name in ("version", "benchmark_id"))
     return _Export(found, version=version, benchmark=benchmark, began_wall_s=began, ended_wall_s=ended)
-
-
-def _wall_s(moment: str) -> float:
-    """Return the Unix time of a moment that bears no zone and is taken as UTC; 0 where it is none."""
-    try:
-        return float(calendar.timegm(time.strptime(moment.split(".", maxsplit=1)[0], "%Y-%m-%dT%H:%M:%S")))
-    except ValueError:
-        return 0.0

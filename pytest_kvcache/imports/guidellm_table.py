@@ -5,16 +5,15 @@ It holds what the JSON report holds, without sums; so it is brought into that re
 
 from __future__ import annotations
 
-import calendar
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from pytest_kvcache.imports import guidellm
 from pytest_kvcache.imports.reading import Table, read_cell
-from pytest_kvcache.imports.result import Result, as_number, numbers
+from pytest_kvcache.imports.result import Result, as_number, numbers, utc_s
 
 _HEADS = 3
+_MOMENT = "%Y-%m-%d %H:%M:%S"
 _COUNTS = ("Successful", "Incomplete", "Errored", "Total")
 _SHARES = ("min", "p001", "p01", "p05", "p10", "p25", "p75", "p90", "p95", "p99", "max")
 _METRICS = {
@@ -58,8 +57,8 @@ def _benchmark(row: _Cells) -> dict[str, Any]:
     return {
         "config": {"strategy": strategy},
         "duration": as_number(read_cell(row.get(("Timings", "Duration", "Sec"), ""))),
-        "start_time": _wall_s(row.get(("Timings", "Start Time", ""), "")),
-        "end_time": _wall_s(row.get(("Timings", "End Time", ""), "")),
+        "start_time": utc_s(row.get(("Timings", "Start Time", ""), ""), _MOMENT),
+        "end_time": utc_s(row.get(("Timings", "End Time", ""), ""), _MOMENT),
         "metrics": {
             "request_totals": counts,
             **{name: {"successful": _spread(row, where, counts["successful"])} for name, where in _METRICS.items()},
@@ -79,11 +78,3 @@ def _spread(row: _Cells, where: tuple[str, str], count: float | None) -> dict[st
         "total_sum": mean * count if mean is not None and count is not None else None,
         "percentiles": {**shares, "p50": as_number(cell("Median"))},
     }
-
-
-def _wall_s(moment: str) -> float:
-    """Return the Unix time of a moment such as 2026-11-29 21:34:12, which bears no zone and is taken as UTC; 0 where it is none."""
-    try:
-        return float(calendar.timegm(time.strptime(moment, "%Y-%m-%d %H:%M:%S")))
-    except ValueError:
-        return 0.0

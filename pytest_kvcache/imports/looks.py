@@ -16,13 +16,18 @@ def _keys(*names: str) -> _Sign:
     return lambda raw: all(name in raw for name in names)
 
 
+def _first(found: Any) -> dict[str, Any]:
+    """Return the first object of a list; an empty one where there is none."""
+    return next((one for one in found if isinstance(one, dict)), {}) if isinstance(found, list) else {}
+
+
 _FILES: tuple[tuple[_Sign, str, str], ...] = (
     (_keys("benchmark", "metric", "model"), "vLLM's copy of a benchmark for the dashboard of PyTorch", "name the JSON beside it, without .pytorch"),
     (_keys("error_type", "serve_overrides"), "a combination of vllm bench sweep that failed", "name summary.csv, or another combination's summary.json"),
     (_keys("avg_latency", "percentiles"), "a result of vllm bench latency", _OFFLINE),
     (_keys("elapsed_time", "num_requests", "tokens_per_second"), "a result of vllm bench throughput", _OFFLINE),
-    (_keys("metadata", "metrics") , "AIPerf's record of single requests", "name profile_export_aiperf.json beside it"),
-    (lambda raw: isinstance(raw.get("data"), list) and raw["data"] and "session_id" in raw["data"][0], "the prompts of AIPerf", "name profile_export_aiperf.json beside it"),
+    (lambda raw: "metrics" in raw and "benchmark_phase" in section(raw, "metadata"), "AIPerf's record of single requests", "name profile_export_aiperf.json beside it"),
+    (lambda raw: "session_id" in _first(raw.get("data")), "the prompts of AIPerf", "name profile_export_aiperf.json beside it"),
     (_keys("endpoint_url", "timestamp_ns", "metrics"), "AIPerf's record of single scrapes", "name server_metrics_export.json or .csv beside it"),
     (_keys("dcgm_url", "timestamp_ns"), "AIPerf's record of the GPUs", "name profile_export_aiperf.json beside it"),
     (_keys("aiperf_version"), "a file of AIPerf", "name profile_export_aiperf.json of one run: those of several are named together, each is a window"),
@@ -51,11 +56,5 @@ def looks_like(found: Any) -> tuple[str, str]:
         return "a Parquet table of another tool", "of Parquet, server_metrics_export.parquet of AIPerf is read"
     if isinstance(found, Table):
         return next(((what, hint) for names, what, hint in _TABLES if names <= set(found.head)), ("", ""))
-    if isinstance(found, list):
-        found = next((one for one in found if isinstance(one, dict)), {})
-    if not isinstance(found, dict):
-        return "", ""
-    for sign, what, hint in _FILES:
-        if sign(found) and (what != "AIPerf's record of single requests" or "benchmark_phase" in section(found, "metadata")):
-            return what, hint
-    return "", ""
+    raw = found if isinstance(found, dict) else _first(found)
+    return next(((what, hint) for sign, what, hint in _FILES if sign(raw)), ("", ""))

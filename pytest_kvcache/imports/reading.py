@@ -101,18 +101,20 @@ def _read_lines(text: str) -> list[Any] | None:
 def _read_table(path: Path, text: str) -> Table | None:
     comments: dict[str, str] = {}
     rows: list[list[str]] = []
-    csv.field_size_limit(LARGEST_BYTES)
+    usual = csv.field_size_limit(LARGEST_BYTES)  # of the whole process
     try:
-        for cells, row in enumerate(csv.reader(io.StringIO(text, newline=""))):
+        for number, row in enumerate(csv.reader(io.StringIO(text, newline=""))):
             if row[:1] and row[0].startswith("#"):
                 name, _, value = ",".join(row)[1:].partition(":")
                 comments[name.strip()[:120]] = value.strip()[:500]
             else:
                 rows.append(row)
-            if cells * max(len(row), 1) > MOST_CELLS:
+            if number * max(len(row), 1) > MOST_CELLS:
                 raise UsageError("a table of more than 20,000,000 cells is not read", where=str(path))
     except csv.Error:
         return None
+    finally:
+        csv.field_size_limit(usual)
     while rows and not any(rows[0]):
         rows.pop(0)
     return Table(rows, comments) if len(rows) > 1 and len(rows[0]) > 1 else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import calendar
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +14,8 @@ from pytest_kvcache.quantities import KNOWN, Missing, Reading, Value
 SHARES = (50, 95)
 FEWEST_ROUNDS = 5
 FEWEST_IN_FLIGHT = 0.8
+ISO = "%Y-%m-%dT%H:%M:%S"
+"""How AIPerf writes a moment."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,14 @@ def section(value: Any, *keys: str) -> dict[str, Any]:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, dict) else {}
+
+
+def utc_s(moment: str, form: str) -> float:
+    """Return the Unix time of a moment in a form of ``strptime`` that bears no zone and is taken as UTC; 0 where it is none. Fractions are left out."""
+    try:
+        return float(calendar.timegm(time.strptime(moment.split(".", maxsplit=1)[0], form)))
+    except ValueError:
+        return 0.0
 
 
 def text(value: Any, limit: int = 120) -> str:

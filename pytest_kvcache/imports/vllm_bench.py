@@ -6,13 +6,11 @@ A sweep joins the results of one combination in its summary.json and those of al
 
 from __future__ import annotations
 
-import calendar
 import re
-import time
 from typing import Any
 
 from pytest_kvcache.imports.reading import Table
-from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, numbers, quantiles, text
+from pytest_kvcache.imports.result import Figures, Result, as_number, failures, held_up, numbers, quantiles, text, utc_s
 
 TOOL = "vllm bench"
 _ASK = "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,95,99"
@@ -90,14 +88,13 @@ def _one(raw: dict[str, Any]) -> Result:
     options: dict[str, Any] = {"users": cap, "rate": rate, "requests_planned": planned, "duration_s": duration, **swept}
     label = [f"{key.replace('_', '-')}-{text(str(value), 20)}" for key, value in swept.items() if key not in {"max_concurrency", "request_rate"}]
     name = "-".join([TOOL.replace(" ", "-"), *([f"c{cap:g}"] if cap else []), *([f"r{rate:g}"] if rate else []), *label])
-    began = _began(text(raw.get("date")))
     return Result(
         TOOL,
         name,
         figures.values,
         model=text(raw.get("model_id")),
         options={key: value for key, value in options.items() if value is not None},
-        began_wall_s=began,
+        began_wall_s=utc_s(text(raw.get("date")), "%Y%m%d-%H%M%S"),
         problems=problems,
         notes=(
             *failures(failed, completed),
@@ -124,11 +121,3 @@ def _percentiles(raw: dict[str, Any], name: str) -> dict[int, float]:
     if 95 not in found and name == "ttft" and not any(raw.get("errors") or []):
         found |= {share: value * 1e3 for share, value in quantiles(numbers(raw.get("ttfts"))).items() if share not in found}
     return found
-
-
-def _began(date: str) -> float:
-    """Return the Unix time of a date such as 20261129-213412, which bears no zone and is taken as UTC; 0 where it is none."""
-    try:
-        return float(calendar.timegm(time.strptime(date, "%Y%m%d-%H%M%S")))
-    except ValueError:
-        return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import csv
 import json
 import shutil
 import sys
@@ -66,6 +67,9 @@ def test_a_load_of_aiperf_is_read_with_what_it_read_of_the_server_beside_it(tmp_
     assert numbers(apart) == numbers(load)
     other.write_text("{")
     assert numbers(read_results(tmp_path / "a" / "profile_export_aiperf.json")[0]) == numbers(load)
+    # nor is a load what the server told, whatever its file is called
+    (tmp_path / "a" / "profile_export_aiperf.json").rename(tmp_path / "a" / "my_server_metrics.json")
+    assert numbers(read_results(tmp_path / "a" / "my_server_metrics.json")[0]) == numbers(load)
 
 
 def test_a_gate_on_the_cache_passes_and_fails_by_what_aiperf_read(
@@ -124,6 +128,14 @@ def test_guidellm_tells_the_same_in_each_of_its_formats(kind: str) -> None:
     assert found["ttft.p95"] == pytest.approx(0.0306, abs=1e-4)
     assert found["latency.p50"] == pytest.approx(0.3774, abs=1e-4)
     assert (found["requests.sent"], found["prompt_tokens"], found["output_tokens"], found["prompt_length.max"]) == (6, 109, 96, 19)
+
+
+def test_reading_a_table_of_results_leaves_the_bound_of_other_tables() -> None:
+    usual = csv.field_size_limit()
+    read_results(DATA / "guidellm.csv")
+    with pytest.raises(CannotJudge):
+        read_results(DATA / "aiperf" / "profile_export_aiperf.csv")
+    assert csv.field_size_limit() == usual
 
 
 def test_results_that_were_appended_are_loads_in_their_order() -> None:
@@ -189,6 +201,15 @@ def test_a_file_of_another_kind_is_named_with_what_to_name_instead(tmp_path: Pat
         read_results(path)
     assert "this looks like" in refused.value.what
     assert says in f"{refused.value.what}: {refused.value.hint}"
+
+
+@pytest.mark.parametrize("held", [{"data": [1.5, 2]}, {"data": []}, {"data": ["session_id"]}, [[1, 2]], [3], "text", {"metadata": [], "metrics": 1}])
+def test_json_of_nobody_is_refused_with_the_tools_that_are_known(tmp_path: Path, held: Any) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(held))
+    with pytest.raises(CannotJudge, match="no load tool that is known wrote this file") as refused:
+        read_results(path)
+    assert "AIPerf, AIPerf's server metrics, GuideLLM, SGLang" in refused.value.hint
 
 
 @pytest.mark.parametrize(
