@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "source",
         metavar="FILE|RUN",
-        help="requests or lengths: requests.jsonl, a trace (Mooncake, timed_trace, BurstGPT, Azure, ShareGPT), CSV or JSON Lines with token counts, a histogram "
+        help="requests or lengths: requests.jsonl, a trace (Mooncake, timed_trace, BurstGPT, Azure), conversations, CSV or JSON Lines with token counts, a histogram "
         "(CSV, JSON, TOML); or a Run, a session, or a saved baseline",
     )
     add("--reserve", default="", metavar="TOKENS,..", help="fixed lengths that each request would be given, as a server's max length")

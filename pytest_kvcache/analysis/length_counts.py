@@ -47,6 +47,7 @@ class Found:
         self.in_order = array("q")
         self.counts: dict[int, int] = {}
         self.empty = 0
+        self.unanswered = 0
         self.notes: dict[str, None] = {}
 
     def add(self, length: int) -> None:
@@ -69,8 +70,11 @@ class Found:
         self.add_counts(dict(zip((int(one) for one in found), (int(one) for one in times), strict=True)))
         if not any(self.counts.values()):
             what = "no request in this file held a token" if self.empty else "no length is in this file"
+            what = "no conversation in this file has a question with an answer" if self.unanswered else what
             raise UsageError(what, where=str(path), hint="one number or one object with token counts a line; docs/memory.md lists the formats")
         notes = [f"{self.empty:,} requests of no token, or that were refused, are left out"] if self.empty else []
+        if self.unanswered:
+            notes.append(f"conversations without a question and its answer are left out: {self.unanswered:,}")
         try:
             counts = lengths(self.counts).counts
         except UsageError as error:

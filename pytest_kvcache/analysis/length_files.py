@@ -1,8 +1,9 @@
 """The lengths of requests in a file of the user's: rows of a load, traces, conversations, plain numbers, or a histogram (JSON, TOML, CSV).
 
 Read are JSON Lines (a number, or an object with token counts a line: requests.jsonl of a Run, traces of Mooncake and of vLLM's timed_trace, a
-plain trace), CSV with a line of names (BurstGPT, Azure LLM inference, one's own) or without (``length,weight`` or ``low,high,weight``), ShareGPT's
-JSON, and one JSON or TOML document: a histogram, a list of lengths, or the lanes that ``plan --traffic`` takes. A line is read after the other.
+plain trace), CSV with a line of names (BurstGPT, Azure LLM inference, one's own) or without (``length,weight`` or ``low,high,weight``), conversations
+(ShareGPT, LMSYS, WildChat, the messages of the chat API), and one JSON or TOML document: a histogram, a list of lengths, or the lanes that
+``plan --traffic`` takes. A line is read after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pytest_kvcache.analysis.payload import REFUSED
 from pytest_kvcache.analysis.waste import LONGEST, Lengths
 from pytest_kvcache.capacity.documents import read_traffic
 from pytest_kvcache.errors import CannotJudge, UsageError
-from pytest_kvcache.load.traces import guessed_tokens, turns_of
+from pytest_kvcache.load.traces import guessed_tokens, is_conversation, turns_of
 from pytest_kvcache.userfiles import MARK, not_text
 
 MOST_DOCUMENT = 1 << 30
@@ -97,11 +98,13 @@ def _value(value: Any, where: str, found: Found) -> None:
         if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in histogram.values()) or 0 in histogram:
             raise UsageError(f"this is no histogram: {str(value)[:80]}", where=where, hint='lengths and how many of each, as {"256": 15, "2048": 1}')
         found.add_counts(histogram)
-    elif isinstance(value, dict) and "conversations" in value:
+    elif is_conversation(value) and not _stated(value):
         said = 0
-        for question, answer in turns_of(value, guessed_tokens):
+        turns = turns_of(value, guessed_tokens)
+        for question, answer in turns:
             said += question + answer
             found.add(said)
+        found.unanswered += not turns
         found.notes.update(dict.fromkeys((_GUESSED, _TURNS)))
     elif not (isinstance(value, dict) and value.get("kind") in {"start", "note", "end"}):
         found.add(_length(value, where))
@@ -120,15 +123,18 @@ def _length(value: Any, where: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         parts = [value or -1]
     elif isinstance(value, dict):
-        one = next((value[name] for name in WHOLE if isinstance(value.get(name), int)), None)
-        prompt = next((value[name] for name in PROMPT if isinstance(value.get(name), int)), None)
-        output = next((value[name] for name in OUTPUT if isinstance(value.get(name), int)), 0)
-        parts = [one] if one is not None else [prompt, output] if prompt is not None else []
+        parts = _stated(value)
         if value.get("kind") == "request" and value.get("outcome") in REFUSED:
             return 0
     if not parts or any(isinstance(part, bool) or not 0 <= part <= LONGEST for part in parts):
         raise UsageError(f"this line states no length: {str(value)[:80]}", where=where, hint=_HINT)
     return sum(parts)
+
+
+def _stated(value: dict[str, Any]) -> list[int]:
+    """Return the token counts that an object states: one for all, or prompt and output; none where it states none."""
+    one, prompt, output = (next((value[name] for name in names if isinstance(value.get(name), int)), None) for names in (WHOLE, PROMPT, OUTPUT))
+    return [one] if one is not None else [prompt, output or 0] if prompt is not None else []
 
 
 # -- one document --------------------------------------------------------------------------------------------------

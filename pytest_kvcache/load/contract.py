@@ -1,7 +1,8 @@
 """What the load says and how it is read: outcomes, the options of a profile, and the frame of requests.jsonl.
 
 requests.jsonl starts with a ``start`` line, holds one ``request`` line per request and ``note`` lines, and finishes with an
-``end`` line. Where retries were asked for, each attempt of a request is a row of its own, with one ``id``. Exit codes of Locust cannot be trusted (a killed run exits 0), so only the ``end`` line makes a file complete.
+``end`` line. Where retries were asked for, each attempt of a request is a row of its own, with one ``id``. Exit codes of Locust cannot
+be trusted (a killed run exits 0), so only the ``end`` line makes a file complete.
 
 Outcomes of a request:
 

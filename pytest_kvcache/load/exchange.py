@@ -23,6 +23,7 @@ IDLE_REUSE_S = 2.0
 # What may go better a moment later, as long as nothing of an answer has come.
 _RETRIED = frozenset({contract.QUEUE_FULL, contract.RATE_LIMITED, contract.SERVER_ERROR, contract.REFUSED_CONNECTION, contract.RESET})
 _LONGEST_BACKOFF_S = 30.0
+_MOST_DOUBLINGS = 16
 _CLOSED = (HTTPConnectionClosed, ConnectionResetError, BrokenPipeError)
 
 
@@ -72,7 +73,7 @@ class Sender:
         knobs = self.session.knobs
         if attempt >= knobs.retries or outcome not in _RETRIED or stream.first_token_s is not None or self.session.reason:
             return None
-        wait_s = min(knobs.backoff_s * 2**attempt, _LONGEST_BACKOFF_S) if retry_after_s is None else retry_after_s
+        wait_s = min(knobs.backoff_s * 2 ** min(attempt, _MOST_DOUBLINGS), _LONGEST_BACKOFF_S) if retry_after_s is None else retry_after_s
         return wait_s if wait_s <= knobs.request_timeout_s else None
 
     def _attempt(self, number: int, lane: str, plan: Plan, key: str, intended_s: float, attempt: int, first_s: float) -> tuple[Ended, float | None]:

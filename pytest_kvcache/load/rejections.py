@@ -33,7 +33,8 @@ _OVER_LENGTH = re.compile(
 )
 _QUEUE_FULL = re.compile(
     r"queue (?:is )?full|engine is currently busy|backlog limit|overload|no (?:available |free )?capacity|server is busy|at capacity"
-    r"|reset reason: overflow|workers are busy|backpressure|maximum queue (?:size|length)|aborted by a higher priority|system saturated|too many (?:concurrent|pending|queued|waiting)|max(?:imum)? (?:number of )?(?:queued|concurrent|pending)",
+    r"|reset reason: overflow|workers are busy|backpressure|maximum queue (?:size|length)|aborted by a higher priority|system saturated"
+    r"|too many (?:concurrent|pending|queued|waiting)|max(?:imum)? (?:number of )?(?:queued|concurrent|pending)",
     re.IGNORECASE,
 )
 _RATE = re.compile(r"rate.?limit|quota|too many requests|tokens per (?:minute|day)|requests per (?:minute|second|day)", re.IGNORECASE)

@@ -1,8 +1,9 @@
 """Recorded traffic: when requests came, how long they were, and which of them began alike.
 
 Read are the JSONL of Mooncake and of vLLM's ``timed_trace`` (``timestamp``, ``input_length``, ``output_length``, ``hash_ids``), the
-CSV files of BurstGPT and of Azure's LLM inference traces, ShareGPT's JSON of conversations (which has no times), and a plain
-JSONL of ``t``, ``prompt_tokens``, ``output_tokens`` and optionally ``prefix_id``. A trace holds lengths and no text of anybody.
+CSV files of BurstGPT and of Azure's inference traces, conversations (ShareGPT, LMSYS, WildChat, the messages of the chat API; they have no
+times), and a plain JSONL of ``t``, ``prompt_tokens``, ``output_tokens`` and optionally ``prefix_id``. A trace holds lengths and no text of
+anybody.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WHOLE_JSON_LIMIT = 2**31
 _TIMES = ("timestamp", "t", "time", "created_time", "arrival_s", "arrival_time")
 _PROMPTS = ("input_length", "prompt_tokens", "input_tokens", "contexttokens", "request tokens", "prompt_len")
 _OUTPUTS = ("output_length", "output_tokens", "completion_tokens", "generatedtokens", "response tokens", "output_len")
-_TALKS = ("conversations", "conversation", "messages")
+_CONVERSATION = ("conversations", "conversation", "messages")  # ShareGPT; LMSYS and WildChat; the chat API
 _BLOCKS = (512, 16, 32, 64, 128, 256, 1024, 2048)
 _LINE_LIMIT = 4 * 2**20
 _PAST = 10_000
@@ -45,7 +46,7 @@ class Recorded(NamedTuple):
     """One request, or one conversation where ``turns`` holds question and answer lengths.
 
     ``at_s`` counts from the first request, None where the trace has no times; ``hash_ids`` name its blocks, equal where two
-    prompts begin alike; ``prefix`` is (id, tokens) of a beginning that others share.
+    prompts begin alike; ``prefix`` is (id, tokens) of a beginning that others share; ``images`` came with it, their tokens in ``prompt``.
     """
 
     at_s: float | None
@@ -54,14 +55,15 @@ class Recorded(NamedTuple):
     hash_ids: tuple[int | str, ...] = ()
     prefix: tuple[str, int] | None = None
     turns: tuple[tuple[int, int], ...] = ()
+    images: int = 0
 
 
 @dataclass
 class Trace:
     """The requests of a window in order of time. ``block`` is the number of tokens that one of ``hash_ids`` stands for.
 
-    ``span_s`` is how long the window lasts once its speed is applied; ``unit`` is how the numbers of a JSONL's times were taken (s, ms), which the file itself
-    does not say; ``notes`` tell what was left out.
+    ``span_s`` is how long the window lasts once its speed is applied; ``unit`` is how the numbers of a JSONL's times were taken (s, ms), which
+    the file itself does not say; ``notes`` tell what was left out.
     """
 
     format: str
@@ -96,7 +98,7 @@ def read_trace(
     """Return the requests of a trace from ``from_s`` on, ``for_s`` seconds of it (0: all), ``speed`` times as fast.
 
     ``unit`` is that of the times of a JSONL (s or ms; auto takes ms for Mooncake) and ``block`` the tokens of one hash id (0 finds
-    out). ``count`` counts the tokens of a text, for ShareGPT. Raises UsageError, with the number of the line.
+    out). ``count`` counts the tokens of a text, for conversations. Raises UsageError, with the number of the line.
     """
     if not speed > 0:
         raise UsageError("the speed of a trace must be above 0", hint="2 replays it twice as fast")
@@ -125,6 +127,12 @@ def read_trace(
         requests = [one for one in requests if one.output >= 1 and one.prompt >= 1]
     if not requests:
         raise UsageError("the trace holds no request with a prompt and an answer", where=str(path))
+    pictured = sum(one.images > 0 for one in requests)
+    if pictured:
+        notes.append(
+            f"{pictured:,} of {len(requests):,} requests of the trace came with images: they are replayed as text of as many tokens,"
+            " so that the server encodes no image"
+        )
     if form in (MOONCAKE, TIMED, PLAIN):
         block = block or _block_of(requests)
         if any(one.hash_ids for one in requests) and not block:
@@ -187,7 +195,7 @@ def _format_of(path: Path) -> str:
     if head[:1] == b"[":
         return SHAREGPT
     if head[:1] == b"{":
-        if any(f'"{name}"' in line for name in _TALKS):
+        if any(f'"{name}"' in line for name in _CONVERSATION):
             return SHAREGPT
         if '"hash_ids"' not in line and '"input_length"' not in line:
             return PLAIN
@@ -251,6 +259,7 @@ def _csv(path: Path, form: str) -> Iterator[Recorded]:
             time_at = names.index("timestamp")
             prompt_at = next(names.index(name) for name in _PROMPTS if name in names)
             output_at = next(names.index(name) for name in _OUTPUTS if name in names)
+            images_at = names.index("numimages") if "numimages" in names else None
         except (ValueError, StopIteration):
             raise UsageError(
                 "the first line does not name timestamp, prompt and output tokens", where=str(path), hint=f"this is no {form} trace"
@@ -267,12 +276,13 @@ def _csv(path: Path, form: str) -> Iterator[Recorded]:
             try:
                 at_s = float(row[time_at]) if form == BURSTGPT else _unix_s(row[time_at])
                 prompt, output = int(float(row[prompt_at])), int(float(row[output_at]))
+                images = int(float(row[images_at] or 0)) if images_at is not None else 0
                 if not (abs(at_s) < _MOST and 0 <= prompt < _MOST and 0 <= output < _MOST):
                     raise ValueError("out of bounds")
             except (ValueError, IndexError, OverflowError):
                 what = f"line {lines.line_num} cannot be read: {','.join(row)[:80]!r}"
                 raise UsageError(what, where=str(path), hint="it needs a time and two numbers of tokens from 0 on") from None
-            yield Recorded(at_s, prompt, output)
+            yield Recorded(at_s, prompt, output, images=images)
 
 
 def _unix_s(text: str) -> float:
@@ -303,9 +313,14 @@ def _sharegpt(path: Path, count: Callable[[str], int] | None) -> tuple[Iterator[
     notes = [] if exact else ["the server counts no tokens of a text: the lengths of the trace are 4 tokens for 3 words"]
 
     def rows() -> Iterator[Recorded]:
-        for one in found if isinstance(found, list) else ():
+        unanswered = 0
+        for one in found if isinstance(found, list) else [found]:
             if turns := turns_of(one, count or guessed_tokens):
                 yield Recorded(None, turns[0][0], turns[0][1], turns=turns)
+            else:
+                unanswered += 1
+        if unanswered:
+            notes.append(f"conversations without a question and its answer are left out: {unanswered:,}")
 
     return rows(), notes
 
@@ -315,9 +330,14 @@ def guessed_tokens(text: str) -> int:
     return max(1, round(len(text.split()) * 4 / 3))
 
 
+def is_conversation(value: Any) -> bool:
+    """Return whether an object is a conversation, by its keys."""
+    return isinstance(value, dict) and any(name in value for name in _CONVERSATION)
+
+
 def turns_of(conversation: Any, count: Callable[[str], int]) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of each question and answer of one conversation of ShareGPT; of two answers in a row the first counts."""
-    said = next((conversation[name] for name in _TALKS if name in conversation), None) if isinstance(conversation, dict) else None
+    """Return the tokens of each question and answer of one conversation, none of anything else; of two answers in a row the first counts."""
+    said = next((conversation[name] for name in _CONVERSATION if name in conversation), None) if isinstance(conversation, dict) else None
     turns: list[tuple[int, int]] = []
     asked: list[str] = []
     for turn in said if isinstance(said, list) else ():

@@ -97,10 +97,11 @@ def test_traces_that_can_be_replayed_have_the_lengths_of_their_replay(name: str)
     assert 0 <= found.requests - len(wanted) <= 3
 
 
-def test_each_question_of_a_conversation_holds_all_that_was_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["conversations", "conversation", "messages"])
+def test_each_question_of_a_conversation_holds_all_that_was_said(tmp_path: Path, name: str) -> None:
     talk = {
         "id": "1",
-        "conversations": [
+        name: [
             {"from": "human", "value": "a b c"},
             {"from": "gpt", "value": "d e f"},
             {"from": "human", "value": "g h i"},
@@ -112,6 +113,21 @@ def test_each_question_of_a_conversation_holds_all_that_was_said(tmp_path: Path)
         found = read_lengths(tmp_path / "talk.json")
         assert dict(found.counts) == {8: 1, 16: 1}
         assert any("4 tokens for 3 words" in note for note in found.notes)
+
+
+def test_counts_that_a_line_states_count_before_its_text(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "d e f"}]
+    assert of(tmp_path, json.dumps({"messages": said, "prompt_tokens": 90, "completion_tokens": 10})) == {100: 1}
+    assert of(tmp_path, json.dumps({"messages": said, "total_tokens": 70}) + "\n12\n") == {70: 1, 12: 1}
+
+
+def test_conversations_that_nobody_answered_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text('12\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    assert "conversations without a question and its answer are left out: 1" in read_lengths(path).notes
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(UsageError, match="no conversation in this file has a question with an answer"):
+        read_lengths(path)
 
 
 def test_shares_are_weights_and_ranges_are_spread(tmp_path: Path) -> None:

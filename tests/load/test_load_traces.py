@@ -91,8 +91,28 @@ def test_conversations_keep_their_turns_and_their_lengths_by_a_counter() -> None
     trace = read_trace(DATA / "sharegpt.json", count=len)
     assert [one.turns for one in trace.requests] == [((31, 31), (16, 37)), ((41, 41),), ((54, 25),)]
     assert not trace.timed
-    assert trace.notes == []
+    assert trace.notes == ["conversations without a question and its answer are left out: 1"]
     assert "4 tokens for 3 words" in read_trace(DATA / "sharegpt.json").notes[0]
+
+
+def test_a_file_of_one_conversation_is_a_trace_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "talk.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "123"}, {"role": "assistant", "content": "12"}]}\n')
+    assert [one.turns for one in read_trace(path, count=len).requests] == [((3, 2),)]
+
+
+def test_requests_that_came_with_images_are_told_to_be_text_now(tmp_path: Path) -> None:
+    path = tmp_path / "multimodal.csv"
+    path.write_text(
+        "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00.0,2,1700,40\n2024-10-15 00:00:01.0,0,300,9\n2024-10-15 00:00:02.0,,3,9\n"
+    )
+    trace = read_trace(path)
+    assert trace.format == traces.AZURE
+    assert [(one.prompt, one.images) for one in trace.requests] == [(1700, 2), (300, 0), (3, 0)]
+    assert trace.notes == [
+        "1 of 3 requests of the trace came with images: they are replayed as text of as many tokens, so that the server encodes no image"
+    ]
+    assert read_trace(DATA / "azure-2024.csv").notes == []
 
 
 @pytest.mark.parametrize("name", ["conversations", "conversation", "messages"])
