@@ -92,5 +92,5 @@ def docs(session: nox.Session) -> None:
     session.run("python", "-m", "pytest_kvcache.options", "docs/options.md")
     session.run("python", "-m", "pytest_kvcache.engines._table", "docs/engines.md")
     session.run("python", "-m", "pytest_kvcache.report.troubleshooting", "docs/troubleshooting.md")
-    for name in ("verdict", "run", "telemetry", "requests", "quality", "snapshot"):
+    for name in ("verdict", "run", "telemetry", "requests", "quality", "snapshot", "experiment", "search"):
         Path("docs/schemas", f"{name}.json").write_text(str(session.run("pytest-kvcache", "schema", name, silent=True)))

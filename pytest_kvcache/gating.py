@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from pytest_kvcache.session import Session
 
 SCHEMAS = {
-    "verdict": "VerdictRecord",
-    "run": "RunRecord",
-    "telemetry": "TelemetryRow",
-    "requests": "LoadLine",
-    "quality": "QualityRow",
-    "snapshot": "SnapshotRecord",
+    "verdict": "records.VerdictRecord",
+    "run": "records.RunRecord",
+    "telemetry": "records.TelemetryRow",
+    "requests": "records.LoadLine",
+    "quality": "records.QualityRow",
+    "snapshot": "records.SnapshotRecord",
+    "experiment": "experimentrecords.ExperimentRecord",
+    "search": "judge.search_file.SearchRecord",
 }
-"""What ``schema`` prints: the name of a file or value, and its record in records.py."""
+"""What ``schema`` prints: the name of a file or value, and where its record is declared."""
 
 
 def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,11 +124,14 @@ def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
 
 def schema_text(name: str) -> str:
     """Return the JSON Schema (draft 2020-12) of a record of ``SCHEMAS`` as indented JSON. Raises KeyError."""
+    from importlib import import_module
+
     import msgspec
 
     from pytest_kvcache import records
 
-    schema = msgspec.json.schema(getattr(records, SCHEMAS[name]))
+    module, _, record = SCHEMAS[name].rpartition(".")
+    schema = msgspec.json.schema(getattr(import_module(f"pytest_kvcache.{module}"), record))
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"pytest-kvcache {name}, schema version {records.SCHEMA_VERSION}"}
     return json.dumps({**head, **schema}, indent=1, sort_keys=False) + "\n"
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 from made_run import MadeRun, closed_loop, sample, snapshot
 
 from pytest_kvcache.analysis.timeline import analyse
 from pytest_kvcache.cli import main
 from pytest_kvcache.conditions import parse
 from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.gating import schema_text
 from pytest_kvcache.judge.search import Question, judge_probe
 from pytest_kvcache.judge.search_file import read_search
 from pytest_kvcache.measure import run_folder
@@ -103,6 +105,7 @@ def test_the_limit_of_a_pool_is_found_and_is_what_arithmetic_says(tmp_path: Path
     record = read_search(session.folder)
     assert record is not None
     assert (record.holds, record.computed, len(record.probes)) == (12.0, 12.0, len(found.probes))
+    Draft202012Validator(json.loads(schema_text("search"))).validate(json.loads((session.folder / "search.json").read_text()))
 
 
 def test_the_report_of_a_search_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
