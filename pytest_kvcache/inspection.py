@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 
 from pytest_kvcache import units
 from pytest_kvcache.engines import DIALECTS, RawState, clean, imported
 from pytest_kvcache.errors import CannotJudge, UsageError
+from pytest_kvcache.observe.extremes import COUNTED, extremes
 from pytest_kvcache.observe.fleet_cards import Cards, read_cards
 from pytest_kvcache.observe.inspecting import Inspection, inspect, of_fleet, read_sources
 from pytest_kvcache.observe.prometheus import Prometheus, Target
@@ -23,9 +23,6 @@ from pytest_kvcache.observe.scrape import fetch
 from pytest_kvcache.observe.showing import as_json, as_text
 from pytest_kvcache.server.address import metrics_page, parse_endpoint
 from pytest_kvcache.settings import Settings
-
-_WINDOW = (("usage", max), ("free_blocks", min), ("free_tokens", min), ("running", max), ("waiting", max))
-_COUNTED = ("preemptions", "rejections")
 
 
 def run_inspect(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -131,24 +128,6 @@ def time_of(text: str) -> float | None:
     return value
 
 
-def _summary(target: Target) -> dict[str, float]:
-    """Return the peak or low of each gauge in a window, and by how much counters rose (a restart begins at zero again)."""
-    found: dict[str, float] = {}
-    for name, pick in _WINDOW:
-        told = [row.values[name] for row in target.rows if name in row.values]
-        if told:
-            found[f"{name}.{'peak' if pick is max else 'min'}"] = pick(told)
-    for name in _COUNTED:
-        told = [row.values[name] for row in target.rows if name in row.values]
-        if told:
-            found[name] = sum(b - a if b >= a else b for a, b in pairwise(told))
-    for name in ("usable_blocks", "pool_tokens"):
-        told = [row.values[name] for row in target.rows if name in row.values]
-        if told:
-            found[name] = told[-1]
-    return found
-
-
 def _window_json(targets: Sequence[Target]) -> dict[str, object]:
     import msgspec
 
@@ -159,7 +138,7 @@ def _window_json(targets: Sequence[Target]) -> dict[str, object]:
                 "labels": dict(target.labels),
                 "engine": target.dialect.name if target.dialect is not None else "unknown",
                 "error": target.error,
-                "summary": _summary(target),
+                "summary": extremes(target.rows),
                 "gaps": sum(bool(row.error) for row in target.rows),
                 "rows": msgspec.to_builtins(target.rows),
             }
@@ -205,7 +184,7 @@ def _window_text(targets: Sequence[Target], start: float, end: float) -> str:
     heads = ("target", "engine", "usage peak", "free min", "of pool", "running peak", "waiting peak", "preempted", "refused", "points", "gaps")
     rows = []
     for target in targets:
-        told = _summary(target)
+        told = extremes(target.rows)
         free = next(((told[f"{name}.min"], name.removeprefix("free_")) for name in ("free_blocks", "free_tokens") if f"{name}.min" in told), None)
         pool = told.get("usable_blocks", told.get("pool_tokens"))
         rows.append(
@@ -215,7 +194,7 @@ def _window_text(targets: Sequence[Target], start: float, end: float) -> str:
                 units.show(told["usage.peak"], "ratio") if "usage.peak" in told else "-",
                 f"{free[0]:,.0f} {free[1]}" if free else "-",
                 f"{pool:,.0f}" if pool is not None else "-",
-                *(f"{told[name]:,.0f}" if name in told else "-" for name in ("running.peak", "waiting.peak", *_COUNTED)),
+                *(f"{told[name]:,.0f}" if name in told else "-" for name in ("running.peak", "waiting.peak", *COUNTED)),
                 len(target.rows),
                 sum(bool(row.error) for row in target.rows),
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pytest_kvcache.engines._combining import NOT_OVER_MODELS, Values, models_of, read_values
 from pytest_kvcache.engines._dialect import Dialect, JsonPath, has_prefix, looks_like, wanted_by
+from pytest_kvcache.engines._parts import shown as shown_models
 from pytest_kvcache.engines._state import RawState, Sample, Samples, clean
 from pytest_kvcache.errors import UnknownEngine, UsageError
 from pytest_kvcache.quantities import Missing
@@ -18,8 +19,7 @@ from pytest_kvcache.records import SnapshotRecord, ValueRecord
 
 __all__ = [
     "DIALECTS", "NOT_OVER_MODELS", "Dialect", "JsonPath", "RawState", "Sample", "Samples", "Values", "clean", "detect", "imported", "models_of",
-    "named", "owned_by",
-    "read", "read_values", "signs", "wanted_by",
+    "named", "owned_by", "read", "read_values", "shown_models", "signs", "wanted_by",
 ]  # fmt: skip
 
 

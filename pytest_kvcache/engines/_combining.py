@@ -68,7 +68,7 @@ def read_values(dialect: Dialect, raw: RawState, wall_s: float = 0.0, only: Coll
 
 
 def models_of(dialect: Dialect, raw: RawState) -> list[str]:
-    """Return the models that an exposition tells apart, by their names there."""
+    """Return the models that an exposition tells apart, by their names there: foreign text, which ``shown_models`` makes fit to be read."""
     return Parts(dialect, samples_of(dialect, raw)).models
 
 

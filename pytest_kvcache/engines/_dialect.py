@@ -187,15 +187,17 @@ class Dialect:
 
     Series with different values of ``rank_label`` are engine ranks behind one front end; ``server_labels`` tell servers apart where one
     exposition holds several. ``label_aliases`` are other names of a label on some series. ``mirror_labels`` tell copies of one value
-    apart, which are never added; rows with a value of one of ``share_labels`` are shares of the row that has none, which is their total. ``rows`` makes series out of JSON bodies, or of series that were given other names. ``remarks`` says
-    what a reader should know of a state; ``asides`` are series that only it looks at, in ``View.raw``. ``info_aliases`` are other families
-    that hold the labels of an info series, each with what stands before its labels there. Series whose names end in one of
-    ``endings`` are kept as well: an engine whose users choose the prefix.
+    apart, which are never added; rows with a value of one of ``share_labels`` are shares of the row that has none, which is their total.
+    ``rows`` makes series out of JSON bodies, or of series that were given other names. ``remarks`` says what a reader should know of a
+    state; ``asides`` are series that only it looks at, in ``View.raw``. ``info_aliases`` are other families that hold the labels of an info
+    series, each with what stands before its labels there. Series whose names end in one of ``endings`` are kept as well: an engine whose
+    users choose the prefix.
     ``since`` is the version in which a quantity can be read first; "" is the version that the dialect as a whole begins with.
     ``full_errors`` are words of the engine's errors that a request gets only when the pool is full. ``reserves`` says what a request takes
-    beyond what it fills: nothing, its whole planned output (``output``), the length of the longest of its batch (``longest``), or both. ``shares_prefixes``: live requests can hold one copy of the same leading blocks.
-    ``generates_by_step``: its counter of generated tokens grows with every step, and not when requests end. ``gauges_every_s``: its gauges
-    stand still for so long between two updates, whatever happens.
+    beyond what it fills: nothing, its whole planned output (``output``), the length of the longest of its batch (``longest``), or both.
+    ``shares_prefixes``: live requests can hold one copy of the same leading blocks. ``generates_by_step``: its counter of generated tokens
+    grows with every step, and not when requests end. ``gauges_every_s``: its gauges stand still for so long between two updates, whatever
+    happens.
     """
 
     name: str

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from pytest_kvcache.engines._dialect import Dialect
 from pytest_kvcache.engines._state import Sample, Samples, clean
 
 MOST_PARTS = 256
+
+
+def shown(models: Iterable[str], limit: int = 200) -> str:
+    """Return the names of models as they may stand in a message: each cut at 80 characters, all together at ``limit``."""
+    return clean(", ".join(clean(model, 80) for model in sorted(models)), limit)
 
 
 class Parts:
@@ -65,29 +70,28 @@ class Parts:
 
     @cached_property
     def models(self) -> list[str]:
-        """The models that the exposition tells apart."""
+        """The models that the exposition tells apart, by their names there: foreign text, to be cleaned before it is shown."""
         if self.model_at is None:
             return []
-        return sorted({clean(model, 80) for key in self.keys if (model := key[self.model_at]) is not None})
+        return sorted({model for key in self.keys if (model := key[self.model_at]) is not None})
 
     def lacks(self, model: str) -> str:
         """Return why nothing is read of what is told by model only, where several are told and the one that was asked for is not among them."""
         if len(self.models) < 2 or not model or self.of_model(model):
             return ""
-        return f"{len(self.models)} models in one exposition ({', '.join(self.models)[:150]}) and none is {clean(model, 80)}, which was asked for"
+        return f"{len(self.models)} models in one exposition ({shown(self.models)}) and none is {clean(model, 80)}, which was asked for"
 
     def of_models(self, numbers: Sequence[int]) -> list[str]:
         """Return the note on several models: which are added up, or which of them is read."""
         if self.model_at is None:
             return []
         every = self.models
-        read = {clean(model, 80) for number in numbers if (model := self.keys[number][self.model_at]) is not None}
+        read = {model for number in numbers if (model := self.keys[number][self.model_at]) is not None}
         if len(every) < 2:
             return []
-        shown = f"{', '.join(every)[:200]}"
         if len(read) < len(every):
-            return [f"{len(every)} models in one exposition ({shown}): only {', '.join(sorted(read))} is read, which was asked for"]
-        return [f"{len(every)} models in one exposition ({shown}): what adds is their sum; name one (--kv-model) to read it alone"]
+            return [f"{len(every)} models in one exposition ({shown(every)}): only {shown(read)} is read, which was asked for"]
+        return [f"{len(every)} models in one exposition ({shown(every)}): what adds is their sum; name one (--kv-model) to read it alone"]
 
     @cached_property
     def names(self) -> list[str]:

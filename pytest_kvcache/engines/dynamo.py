@@ -30,7 +30,6 @@ _INFLIGHT, _QUEUED = "dynamo_frontend_inflight_requests", "dynamo_frontend_queue
 _INSIDE = "needs the series of the engine inside, on the worker's port (DYN_SYSTEM_PORT)"
 _WORKER = "a worker tells it (DYN_SYSTEM_PORT), the frontend does not"
 _SUCCESS = ("vllm:request_success_total", "trtllm_request_success_total")
-
 _STREAMED = ("is_streaming",)  # SGLang's counters from 2026 on
 
 _POOL = Series((*_TOTAL, _FRONT), hint=_WORKER)

@@ -193,7 +193,7 @@ def _remarks(view: View) -> list[str]:
 
 
 def _counted(name: str) -> Series:
-    """A counter of finished requests; from 2026 on streamed and other requests are counted apart."""
+    """Return the rule of a counter that moves when requests end; from 2026 on streamed and other requests are counted apart."""
     return Series((f"sglang:{name}_total", f"sglang:{name}"), over=("is_streaming",), hint=_FLAG, followed=_ALIVE)
 
 

@@ -170,7 +170,10 @@ def _pool_product(view: View) -> Value:
 
 
 def _pool_bytes(view: View) -> Value:
-    """``kv_cache_memory_bytes`` of one worker, times the workers whose total the log states. Once the blocks are overridden it is stale: the log alone tells."""
+    """``kv_cache_memory_bytes`` of one worker, times the workers whose total the log states.
+
+    Once the blocks are overridden it is stale: the log alone tells.
+    """
     stated = view.apply(LogFact(), "pool_bytes")
     if _is_asleep(view):
         return Missing("the engine sleeps (vllm:engine_sleep_state): its pool is not there")

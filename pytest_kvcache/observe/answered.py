@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from pytest_kvcache import units
 from pytest_kvcache.engines import Dialect, Samples, clean
 from pytest_kvcache.errors import UsageError
+from pytest_kvcache.observe.extremes import COUNTED, extremes
 from pytest_kvcache.observe.prometheus import MOST_LOOKS, Target, read_target
 from pytest_kvcache.observe.series import Key, Marked, Series, by_target, name_of, samples_of, series_of, utc
 
@@ -100,22 +100,14 @@ def _ranges(targets: dict[Key, list[Marked]], dialects: Sequence[Dialect]) -> li
 
 
 def _went(target: Target) -> str:
-    told: dict[str, list[tuple[float, float]]] = {}
-    for row in target.rows:
-        for name, value in row.values.items():
-            told.setdefault(name, []).append((value, row.wall_s))
+    told = extremes(target.rows)
     said = []
-    if "usage" in told:
-        usage, at_s = max(told["usage"])
-        said.append(f"usage at most {units.show(usage, 'ratio')} (at {utc(at_s)})")
-    for name, unit in (("free_blocks", "blocks"), ("free_tokens", "tokens")):
-        if name in told:
-            said.append(f"free at least {min(told[name])[0]:,.0f} {unit}")
-    said += [f"{name} at most {max(told[name])[0]:,.0f}" for name in ("running", "waiting") if name in told]
-    for name in ("preemptions", "rejections"):
-        if name in told:
-            counts = [value for value, _ in told[name]]
-            said.append(f"{sum(b - a if b >= a else b for a, b in pairwise(counts)):,.0f} {name}")
+    if "usage.peak" in told:
+        at_s = next(row.wall_s for row in target.rows if row.values.get("usage") == told["usage.peak"])
+        said.append(f"usage at most {units.show(told['usage.peak'], 'ratio')} (at {utc(at_s)})")
+    said += [f"free at least {told[f'free_{unit}.min']:,.0f} {unit}" for unit in ("blocks", "tokens") if f"free_{unit}.min" in told]
+    said += [f"{name} at most {told[f'{name}.peak']:,.0f}" for name in ("running", "waiting") if f"{name}.peak" in told]
+    said += [f"{told[name]:,.0f} {name}" for name in COUNTED if name in told]
     gaps = sum(bool(row.error) for row in target.rows)
     said += [f"{gaps} points without a value"] if gaps else []
     return ", ".join(said) or "no quantity could be read"

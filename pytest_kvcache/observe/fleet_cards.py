@@ -30,7 +30,10 @@ class CardWindow:
 
 @dataclass(frozen=True)
 class Cards:
-    """The cards of a fleet. ``rows`` are those of the last point, ``points`` those of each with its moment; ``note`` says how they were found, or why there are none."""
+    """The cards of a fleet: ``rows`` are those of the last point, ``points`` those of each with its moment.
+
+    ``note`` says how they were found, or why there are none.
+    """
 
     rows: list[GpuRow]
     windows: list[CardWindow]

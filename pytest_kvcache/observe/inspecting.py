@@ -20,7 +20,7 @@ from pytest_kvcache.observe.dcgm import FAMILIES as DCGM_FAMILIES
 from pytest_kvcache.observe.dcgm import read_dcgm
 from pytest_kvcache.observe.exposition import parse_samples
 from pytest_kvcache.observe.joining import join_samples, telling_servers_apart
-from pytest_kvcache.observe.log_moves import are_two_starts, last_start, moves
+from pytest_kvcache.observe.log_moves import are_two_starts, moves, started
 from pytest_kvcache.observe.pasted import MOST_BYTES, Pasted, body_paths, error_of, sort_text
 from pytest_kvcache.observe.prometheus import Fleet
 from pytest_kvcache.observe.series import TARGET
@@ -160,7 +160,7 @@ def _logs(found: Inspection, parts: Sequence[Pasted]) -> tuple[str, StartLog]:
     if not apart or not are_two_starts(apart, log):
         return text, log
     found.notes += moves([part.name for part in parts], apart)
-    number = last_start(apart)
+    number = started(apart)[-1]
     return parts[number].log, apart[number]
 
 

@@ -24,6 +24,8 @@ _SHOWN = (
     "kv_dtype",
     "gpu_memory_utilization",
 )
+# What all that state a pool of one server state alike; a part that has no pool yet may state what was asked for.
+_ALIKE = ("max_model_len", "gpu_memory_utilization")
 # Ranks of one engine see slightly different memory; two starts that differ by less are told apart by nothing.
 _SAME = 0.02
 _FACTORS = (2, 4, 8, 16)
@@ -40,21 +42,28 @@ def are_two_starts(logs: Sequence[StartLog], joined: StartLog) -> bool:
 
     Parts of one server state different things, or pools of its data-parallel ranks, which the joined text adds.
     """
+    own = [log for log in logs if log.engine == joined.engine]
+    if len({log.version for log in own if log.version}) > 1:
+        return True
+    pooled = [log for log in own if _has_pool(log)]
+    if any(len({number for log in pooled if (number := number_of(log, name)) is not None}) > 1 for name in _ALIKE):
+        return True
     for name in _POOL:
-        stated = [number for log in logs if log.engine == joined.engine and (number := number_of(log, name)) is not None]
+        stated = [number for log in pooled if (number := number_of(log, name)) is not None]
         if len(stated) > 1 and max(stated) > (1 + _SAME) * min(stated):
             return (number_of(joined, name) or 0.0) <= max(stated)
     return False
 
 
-def last_start(logs: Sequence[StartLog]) -> int:
-    """Return the number of the last log that states a pool."""
-    return max(number for number, log in enumerate(logs) if any(number_of(log, name) is not None for name in _POOL))
+def started(logs: Sequence[StartLog]) -> list[int]:
+    """Return the numbers of the logs that are starts: those that state a pool; where fewer than two do (one failed), those that state anything."""
+    pools = [number for number, log in enumerate(logs) if _has_pool(log)]
+    return pools if len(pools) > 1 else [number for number, log in enumerate(logs) if log.version or log.facts]
 
 
 def moves(names: Sequence[str], logs: Sequence[StartLog]) -> list[str]:
     """Return what is told of two starts: that the last one counts, what moved from one to the next, and what that means."""
-    told = [number for number, log in enumerate(logs) if any(number_of(log, name) is not None for name in _POOL)]
+    told = started(logs)
     notes = [f"{len(told)} start-up logs that are not of one start: the figures are those of {names[told[-1]]}, the last one"]
     for first, second in pairwise(told):
         before, after = logs[first], logs[second]
@@ -63,6 +72,10 @@ def moves(names: Sequence[str], logs: Sequence[StartLog]) -> list[str]:
         notes.append(f"from {names[first]} to {names[second]}{versions}: {'; '.join(changed) or 'nothing that is stated moved'}")
         notes += _meaning(before, after)
     return notes
+
+
+def _has_pool(log: StartLog) -> bool:
+    return any(number_of(log, name) is not None for name in _POOL)
 
 
 def _change(name: str, before: StartLog, after: StartLog) -> str:

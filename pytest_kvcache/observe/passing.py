@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pytest_kvcache import units
-from pytest_kvcache.engines import DIALECTS, Dialect
+from pytest_kvcache.engines import DIALECTS, Dialect, shown_models
 from pytest_kvcache.errors import CannotJudge, KvError, UsageError
 from pytest_kvcache.observe.fleet_cards import Cards, read_cards
 from pytest_kvcache.observe.prometheus import Prometheus, Target
@@ -109,7 +109,7 @@ def past_run(server: Prometheus, folder: Path, start_s: float, end_s: float, ste
     models = sorted({model for target in targets for model in target.models})
     if len(models) > 1 and not server.model:
         raise CannotJudge(
-            f"the selector matches {len(models)} models: {', '.join(models)[:300]}",
+            f"the selector matches {len(models)} models: {shown_models(models)}",
             where=where,
             hint="name one with --model, or a narrower --selector",
         )

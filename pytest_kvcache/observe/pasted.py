@@ -15,7 +15,7 @@ from pytest_kvcache.engines import Dialect, clean
 from pytest_kvcache.engines._dialect import looks_like
 from pytest_kvcache.observe.unwrapping import unpack, unwrap
 from pytest_kvcache.server.rootcause import strip_escapes
-from pytest_kvcache.server.transport import whole
+from pytest_kvcache.server.transport import bounded_int
 
 MOST_BYTES = 32 << 20
 _MOST_TRIES = 200
@@ -112,7 +112,7 @@ def _json(text: str) -> Any | None:
     if text.lstrip()[:1] not in {"{", "["}:
         return None
     try:
-        value = json.loads(text, parse_int=whole)
+        value = json.loads(text, parse_int=bounded_int)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, (dict, list)) else None
@@ -120,7 +120,7 @@ def _json(text: str) -> Any | None:
 
 def _split(text: str, found: Pasted) -> None:
     """Sort the lines of a text that is not one JSON body; a JSON body may begin at any line."""
-    decoder = json.JSONDecoder(parse_int=whole)
+    decoder = json.JSONDecoder(parse_int=bounded_int)
     samples: list[str] = []
     log: list[str] = []
     tries, at, end = 0, 0, len(text)
@@ -152,7 +152,8 @@ def _split(text: str, found: Pasted) -> None:
 def is_answer(body: object) -> bool:
     """Say whether a JSON body is an answer of Prometheus' query API, or of one that speaks it (Thanos, Mimir, VictoriaMetrics)."""
     data = body.get("data") if isinstance(body, dict) else None
-    return isinstance(data, dict) and data.get("resultType") in _PROMETHEUS and "result" in data
+    kind = data.get("resultType") if isinstance(data, dict) and "result" in data else None
+    return isinstance(kind, str) and kind in _PROMETHEUS
 
 
 def body_paths(body: Any, dialects: Iterable[Dialect]) -> list[str]:

@@ -30,6 +30,7 @@ from pytest_kvcache.engines import (
     models_of,
     read,
     read_values,
+    shown_models,
     wanted_by,
 )
 from pytest_kvcache.errors import CannotJudge, EndpointRefused, UnknownEngine, UsageError
@@ -229,7 +230,7 @@ class Prometheus:
         models = [] if self.model else models_of(several, state)
         if len(models) > 1:
             why = ValueRecord.of(
-                Missing(f"the selector matches {len(models)} models ({', '.join(models)[:150]}), of which each has its own row: name one (--model)")
+                Missing(f"the selector matches {len(models)} models ({shown_models(models)}), of which each has its own row: name one (--model)")
             )
             whole = msgspec.structs.replace(whole, quantities={**whole.quantities, **dict.fromkeys(NOT_OVER_MODELS, why)})
         return Fleet(whole, targets, first.title, tuple(skipped), tuple(labels_of))

@@ -27,7 +27,7 @@ MAX_ANSWER_BYTES = 32 << 20
 _LONGEST_INT = 300
 
 
-def whole(text: str) -> int | float:
+def bounded_int(text: str) -> int | float:
     """Return a whole number of foreign JSON; infinite where it is beyond all that a float holds, which nobody means."""
     return int(text) if len(text) <= _LONGEST_INT else math.inf
 
@@ -47,7 +47,7 @@ class Answer:
     def value(self) -> Any:
         """The body read as JSON; None where it is not JSON."""
         try:
-            return json.loads(self.body, parse_int=whole)
+            return json.loads(self.body, parse_int=bounded_int)
         except (ValueError, RecursionError):
             return None
 

@@ -133,7 +133,7 @@ _JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=
 
 
 @settings(max_examples=150)
-@given(result=_JSON, kind=st.sampled_from(["vector", "matrix", "scalar"]))
-def test_no_answer_breaks_the_reader(result: Any, kind: str) -> None:
+@given(result=_JSON, kind=st.sampled_from(["vector", "matrix", "scalar", ["vector"], {}, None]))
+def test_no_answer_breaks_the_reader(result: Any, kind: Any) -> None:
     found = told(json.dumps({"status": "success", "data": {"resultType": kind, "result": result}}))
     assert all(isinstance(one, (Reading, Missing)) for one in found.quantities.values())

@@ -194,9 +194,13 @@ def test_samples_stay_bounded_in_their_bad_lines() -> None:
     assert len(join_samples(parts).bad_lines) == 5
 
 
-def _two_models(kind: str) -> dict[str, Any]:
+# as vLLM names a model that was given by its folder
+SNAPSHOT = "/models/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f249a16976918f6564b8830bc894c89659"
+
+
+def _two_models(kind: str, second: str = "llama") -> dict[str, Any]:
     result = []
-    for pod, blocks, model, usage in (("a:8000", 1001, "mixtral", 0.0045), ("b:8000", 3001, "llama", 0.95)):
+    for pod, blocks, model, usage in (("a:8000", 1001, "mixtral", 0.0045), ("b:8000", 3001, second, 0.95)):
         told: list[tuple[str, dict[str, str], float]] = [
             ("cache_config_info", {"block_size": "16", "num_gpu_blocks": str(blocks)}, 1),
             ("kv_cache_usage_perc", {"model_name": model}, usage),
@@ -235,3 +239,13 @@ def test_a_selector_that_matches_two_models_gives_no_mean_usage_of_them(tmp_path
         with Prometheus(server.url, model="llama") as source:
             run = past_run(source, tmp_path / "one", 1, 2, 1)
         assert run.record.endpoints == ["vllm/b:8000"]
+
+
+def test_a_model_is_found_by_a_name_that_is_too_long_to_be_shown(tmp_path: Path) -> None:
+    pages = {**TWO_MODELS, "/api/v1/query": _two_models("vector", SNAPSHOT), "/api/v1/query_range": _two_models("matrix", SNAPSHOT)}
+    with ScriptedServer(pages=pages) as server:
+        assert list(snapshot(server.url, model=SNAPSHOT).targets) == ["vllm/b:8000"]
+        assert [target.name for target in window(server.url, "", 1, 2, 1, model=SNAPSHOT)] == ["vllm/b:8000"]
+        with Prometheus(server.url) as source, pytest.raises(CannotJudge, match="matches 2 models: /models/hub") as refused:
+            past_run(source, tmp_path, 1, 2, 1)
+    assert SNAPSHOT not in refused.value.what

@@ -64,6 +64,23 @@ def test_the_version_is_that_of_the_start_that_counts() -> None:
     assert told(v1("55,104", version="0.20.0") + v1("525,312", version="0.21.0")).version == "0.21.0", "in one log as well"
 
 
+def test_two_starts_with_the_same_pool_are_told_apart_by_what_one_server_states_once() -> None:
+    for before, after, moved in (
+        (v1("100,000", version="0.20.0"), v1("100,000", version="0.21.0"), "(0.20.0 -> 0.21.0): nothing that is stated moved"),
+        (v1("100,000", length="32,768"), v1("100,000", length="65,536"), "max_model_len 32,768 tokens -> 65,536 tokens"),
+    ):
+        notes = "\n".join(told(before, after).notes)
+        assert "2 start-up logs that are not of one start: the figures are those of b.log" in notes
+        assert moved in notes
+
+
+def test_a_start_that_failed_counts_where_it_is_the_last() -> None:
+    failed = "INFO 11-20 10:11:00 [api_server.py:1] vLLM API server version 0.21.0\nValueError: No available memory for the cache blocks.\n"
+    found = told(v1("100,000", version="0.20.0"), failed)
+    assert value(found, "pool_tokens") is None, "what an earlier start had is not what this one has"
+    assert any("the figures are those of b.log, the last one" in note for note in found.notes)
+
+
 def test_parts_of_one_server_are_read_together() -> None:
     ranks = told(v1("100,000", engine="(EngineCore_DP0 pid=1) "), v1("90,000", engine="(EngineCore_DP1 pid=2) "))
     assert value(ranks, "pool_tokens") == 190_000

@@ -33,6 +33,7 @@ _DP = re.compile(r"\b(DP[0-9]{1,4})\b")
 _LMDEPLOY = re.compile(rf"Engine \(running/waiting\): {INT} / {INT}, KV cache: {FLOAT}%")
 _HINT = re.compile(r"KV cache(?: usage)?: |token usage: ")
 
+# A hit rate in percent, and a usage: below either, requests that were put back do not make the rate.
 _SOME_HITS = 5.0
 _CROWDED = 0.8
 

@@ -14,7 +14,7 @@ from pytest_kvcache.quantities import Reading
 from pytest_kvcache.records import StartMemory, ValueRecord
 from pytest_kvcache.server.redaction import redact
 from pytest_kvcache.server.rootcause import log_lines
-from pytest_kvcache.server.startlogs.overrides import ASKED, OVERRIDE, Room, pair
+from pytest_kvcache.server.startlogs.overrides import ASKED, OVERRIDE, pair, room_of
 from pytest_kvcache.server.startlogs.reading import FLOAT
 
 _GIB, _MIB = float(1 << 30), float(1 << 20)
@@ -277,8 +277,7 @@ def _settle(workers: dict[str, _Worker], engine: _Engine) -> None:
 def _pools(workers: list[_Worker], engine: _Engine, overrides: list[tuple[int, int, str]]) -> None:
     """Fill in the pool of each worker of one engine: all hold as many blocks as the one with the least room, or as many as were set by hand."""
     allowed = [worker.parts["pool_allowed"] for worker in workers]
-    rooms = [Room(engine.asked, exact=True) if abs(engine.asked - held) <= 0.0051 * _GIB else Room(held) for held, _ in allowed]
-    pools = pair(rooms, [(found, blocks) for found, blocks, _ in overrides])
+    pools = pair([room_of(held, engine.asked) for held, _ in allowed], [(found, blocks) for found, blocks, _ in overrides])
     for worker, pool in zip(workers, pools, strict=True):
         if not overrides:
             worker.parts.setdefault("pool", min(allowed))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 OVERRIDE = re.compile(r"Overriding num_gpu_blocks=([0-9]{1,18}) with num_gpu_blocks_override=([0-9]{1,18})")
 ASKED = re.compile(r"'?kv_cache_memory_bytes'?[:=] ?([0-9]{1,18})\b")
 _PRINTED = 0.005 * (1 << 30)  # sizes are printed in GiB with two decimals
+_SAME = 0.0051 * (1 << 30)  # the same with what floats add
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Overridden:
         if self.high - self.low > 0.01 * self.block_bytes:
             each += f" ({self.low:,.0f} to {self.high:,.0f} by the log's rounding)"
         return f"{self.blocks:,} blocks of {each}, of which the memory that was found would hold {self.found:,}"
+
+
+def room_of(printed: float, asked: float) -> Room:
+    """Return the room that a log prints as ``printed`` bytes: the bytes that were ``asked`` for (0: none), where they print alike."""
+    return Room(asked, exact=True) if abs(asked - printed) <= _SAME else Room(printed)
 
 
 def settle(room: Room, found: int, blocks: int) -> Overridden | None:

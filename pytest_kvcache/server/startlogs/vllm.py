@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from pytest_kvcache.server.startlogs.overrides import ASKED, OVERRIDE, Room, pair
+from pytest_kvcache.server.startlogs.overrides import ASKED, OVERRIDE, pair, room_of
 from pytest_kvcache.server.startlogs.reading import FLOAT, INT, Found, LogReader, Rule, Sourced, to_bytes, to_flag, to_int
 
 # Anchored, so that a hostile line that repeats the words costs no more than one that has them once.
 _CONFIG = r"\A[^\n]{0,300}?Initializing an? [^\n]{0,80}LLM engine [^\n]{0,6000}?"
 _ARGS = r"\A[^\n]{0,300}?(?:non-default args|args): [^\n]{0,6000}?"
 _LESS = 1e-9
-_SHOWN = 0.0051 * (1 << 30)  # what a size printed in GiB with two decimals may be off
 
 
 class VllmLog(LogReader):
@@ -138,7 +137,7 @@ class VllmLog(LogReader):
 
     def _overridden(self) -> Sourced:
         """Return the memory of a pool that was set in blocks: it does not take the memory that vLLM had found for it."""
-        rooms = [Room(self.asked, exact=True) if abs(self.asked - size) <= _SHOWN else Room(size) for _, (size, _) in sorted(self.workers.items())]
+        rooms = [room_of(size, self.asked) for _, (size, _) in sorted(self.workers.items())]
         pools = [pool for pool in pair(rooms, self.overrides) if pool is not None]
         if not pools or len(pools) != len(rooms):
             return {}
