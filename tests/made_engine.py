@@ -98,13 +98,13 @@ class _Server:
                 texts[one.ask.prefix] = max(texts.get(one.ask.prefix, 0), one.shared)
         return sum(one.blocks - one.shared for one in self.running) + sum(texts.values()) + self.lost
 
-    def _need(self, one: _Live, tokens: int) -> int:
+    def _need(self, tokens: int) -> int:
         engine = self.engine
         return math.ceil((max(tokens, engine.reserve) + engine.fixed) / engine.block)
 
     def _takes(self, one: _Live, tokens: int) -> bool:
         """Give a request the blocks of so many tokens; False where there are none left."""
-        more = self._need(one, tokens) - one.blocks
+        more = self._need(tokens) - one.blocks
         if more > self.engine.usable - self.used():
             return False
         one.blocks += max(more, 0)

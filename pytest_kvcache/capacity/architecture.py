@@ -31,8 +31,8 @@ ENCODER_DECODER = frozenset({"whisper", "t5", "mt5", "bart", "mbart", "m2m_100",
 def read_architecture(source: Path | str | Mapping[str, Any], *, assume: Mapping[str, str] | None = None) -> Architecture:
     """Return the layers of a model.
 
-    ``source`` is a ``config.json``, a folder with one, a GGUF file, the address of a server that tells (Ollama), or the configuration itself. ``assume`` states fields that the file lacks or has wrong,
-    by their own names; each ends up in ``assumptions``. Raises CannotJudge naming the field that is missing, UsageError for a file that cannot be read, and
+    ``source`` is a ``config.json``, a folder with one, a GGUF file, the address of a server that tells (Ollama), or the configuration itself.
+    ``assume`` states fields that the file lacks or has wrong, by their own names; each ends up in ``assumptions``. Raises CannotJudge naming the field that is missing, UsageError for a file that cannot be read, and
     for an address what the connection raises.
     """
     if isinstance(source, Mapping):

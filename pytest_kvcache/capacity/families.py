@@ -14,7 +14,8 @@ from importlib import resources
 from typing import Any
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text as a set."""
     return frozenset(text.split())
 
 
@@ -36,14 +37,14 @@ SAME_AS = {
 OF_CLASS = {"LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash"}
 
 # They read their whole input at once: nothing is kept from one step to the next.
-ENCODERS = _names("""bert roberta xlm-roberta xlm-roberta-xl roberta-prelayernorm camembert electra deberta deberta-v2 distilbert albert mpnet modernbert nomic_bert new gte
+ENCODERS = names("""bert roberta xlm-roberta xlm-roberta-xl roberta-prelayernorm camembert electra deberta deberta-v2 distilbert albert mpnet modernbert nomic_bert new gte
     big_bird roformer rembert ernie data2vec-text megatron-bert xmod nezha longformer clip siglip vit colpali colmodernvbert jina_bert""")
 
 # Keys under which a file of several modalities keeps its text model, in the order tried.
 INSIDE = ("text_config", "llm_config", "language_config", "thinker_config", "text_model_config", "language_model_config", "decoder", "decoder_config")
 
 # Families that are no class of transformers. One KV head for each query head where the file states none: their code has no grouped heads.
-MULTI_HEAD = _names("""baichuan qwen internlm aquila gpt_neox gptj gpt2 opt bloom mpt codegen jais telechat persimmon xverse deepseek orion cpm gpt_neo xglm biogpt fuyu
+MULTI_HEAD = names("""baichuan qwen internlm aquila gpt_neox gptj gpt2 opt bloom mpt codegen jais telechat persimmon xverse deepseek orion cpm gpt_neo xglm biogpt fuyu
     stablelm_epoch minicpm grok-1 skywork mixformer-sequential btlm gpt_refact decilm""")
 
 # Every n-th layer keeps all tokens, the others a window: (the key that may say n, n where it does not).
@@ -54,21 +55,21 @@ EVERY_NTH_FULL = {
 }  # fmt: skip
 FIRST_OF_FOUR_FULL = frozenset({"cwm", "granite_swa", "granitemoe_swa"})
 # Window switched on by a flag of its own, and then only from the layer max_window_layers on.
-FLAGGED = _names("qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text dots1 smollm3 doge")
+FLAGGED = names("qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text dots1 smollm3 doge")
 # A window in the file means that every layer slides.
-ALL_SLIDE = _names(
+ALL_SLIDE = names(
     "mistral mixtral phi3 phimoe starcoder2 ministral ministral3 phi4_multimodal minimax minimax_m2 qwen3_omni_moe_text nemotron_h step3p5 apertus llama granite granitemoe zamba2 mistral4 olmo2"
 )
 # A window in the file means nothing without a list of layers.
-FULL_WITHOUT_LIST = _names("laguna mellum")
-LATENT = _names(
+FULL_WITHOUT_LIST = names("laguna mellum")
+LATENT = names(
     """deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash kimi_linear axk1 youtu mistral4 bailing_hybrid bailing_moe_v3 sarvam_mla"""
 )
 # Their code keeps K and V of every head, though a latent could be kept.
 EXPANDED = frozenset({"minicpm3"})
 # vLLM's code of these takes no notice of layers that slide beside full ones.
 ALL_KEPT_BY_VLLM = frozenset({"qwen2_moe"})
-# No member of these has attention: vLLM caches no prefixes of them.
+# No member of these has attention or an MLP: vLLM caches no prefixes of them.
 STATES_ONLY = frozenset({"mamba", "mamba2", "falcon_mamba"})
 TWO_CACHES_A_LAYER = frozenset({"longcat_flash"})
 
@@ -125,6 +126,6 @@ def is_known(family: str) -> bool:
 
 
 # Known by their own published code, with every width in the file.
-OTHERS_KNOWN = _names("""minimax_text_01 minimax_m1 nemotron-nas deci plamo2 plamo3 bailing_moe bailing_moe_v2 bailing_hybrid bailing_moe_v3 openelm internlm2 internlm3 exaone
+OTHERS_KNOWN = names("""minimax_text_01 minimax_m1 nemotron-nas deci plamo2 plamo3 bailing_moe bailing_moe_v2 bailing_hybrid bailing_moe_v3 openelm internlm2 internlm3 exaone
     hunyuan step3_text step3_vl step1 solar orion arctic sarvam_moe sarvam_mla telechat2 telechat3 phi-msft hunyuan_moe minicpm4 minicpmv minicpmo
     param2moe nanbeige pangu_embedded""")

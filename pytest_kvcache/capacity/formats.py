@@ -2,9 +2,8 @@
 
 Sources: the type sizes of PyTorch; the block layouts of llama.cpp's ggml types (a half-precision scale per 32 elements, and a minimum in the ``_1``
 types); vLLM 0.32's cache types: ``nvfp4`` keeps a one-byte scale per 16 elements, ``*_per_token_head`` a 4-byte scale after each head's K and V, and
-``fp8_ds_mla`` 512 bytes of latent, 16 bytes of scales and the rotary part in bfloat16; ``nvfp4_ds_mla`` half a byte per element of the latent, a one-byte scale per 16, and the rotary
-part in fp8. A plain ``fp8`` or ``int8`` has its scales per tensor or layer, outside
-the cache.
+``fp8_ds_mla`` 512 bytes of latent, 16 bytes of scales and the rotary part in bfloat16; ``nvfp4_ds_mla`` half a byte per element of the latent, a
+one-byte scale per 16, and the rotary part in fp8. A plain ``fp8`` or ``int8`` has its scales per tensor or layer, outside the cache.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def _formats() -> dict[str, Format]:
 
 
 FORMATS = _formats()
-_PACKED = ("turboquant_", "ultraquant_")  # vLLM 0.32 has them too
+_PACKED = ("turboquant_", "ultraquant_")  # types of vLLM 0.32 whose rows have layouts of their own
 VLLM_CACHE_TYPES = frozenset(
     {
         "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "nvfp4", "nvfp4_4over6",
@@ -75,7 +74,10 @@ VLLM_CACHE_TYPES = frozenset(
 
 
 def parse_format(text: str, what: str = "the KV cache") -> Format:
-    """Return the format of a name such as ``bfloat16``, ``fp8``, ``q8_0`` or ``nvfp4``. Raises UsageError, listing the known ones, and CannotJudge for a packed type of vLLM."""
+    """Return the format of a name such as ``bfloat16``, ``fp8``, ``q8_0`` or ``nvfp4``.
+
+    Raises UsageError, listing the known ones, and CannotJudge for a packed type of vLLM.
+    """
     found = FORMATS.get(text.strip().lower().removeprefix("torch."))
     if text.strip().lower().startswith(_PACKED):
         raise CannotJudge(

@@ -99,7 +99,11 @@ def token_bytes(layer: Layer, kv_dtype: str, tp: int = 1) -> int:
 
 
 def latent_bytes(layer: Layer, key: Format) -> int:
-    """Return the bytes of one token's latent vector in one layer. ``fp8_ds_mla`` has a layout of its own: fp8 latent, a scale per 128, rotary part in 16 bits."""
+    """Return the bytes of one token's latent vector in one layer.
+
+    Two types have layouts of their own: ``fp8_ds_mla`` an fp8 latent, a scale per 128 and the rotary part in 16 bits; ``nvfp4_ds_mla`` half a byte an
+    element, a one-byte scale per 16 and the rotary part in fp8.
+    """
     if key.name == "nvfp4_ds_mla":
         return layer.latent // 2 + layer.latent // 16 + layer.key_size - layer.latent
     if key.latent_of_its_own:

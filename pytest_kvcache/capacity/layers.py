@@ -62,10 +62,11 @@ class Layer:
 class Architecture:
     """A model as the cache sees it.
 
-    ``context`` is the longest sequence that it was made for (None: not stated; ``context_stated`` False: a class default); ``dtype`` the data type of its weights ("" not stated);
+    ``context`` is the longest sequence that it was made for (None: not stated; ``context_stated`` False: a class default), ``unscaled_context`` the
+    length before LongRoPE, which vLLM takes where nobody states one (None: no LongRoPE); ``dtype`` the data type of its weights ("" not stated);
     ``kv_dtype_stated`` the cache type that the checkpoint itself asks for ("" none); ``query_heads`` what tensor parallelism must divide (0: unknown);
-    ``unscaled_context`` is the length before LongRoPE, which vLLM takes where nobody states one (None: no LongRoPE). ``parameters`` where they can be counted; ``assumptions`` what the user stated or what a class default supplied, in words;
-    ``notes`` what a reader should know; ``refused_by_vllm`` why vLLM 0.32 would not serve it ("" it would).
+    ``parameters`` where they can be counted; ``assumptions`` what the user stated or what a class default supplied, in words; ``notes`` what a reader
+    should know; ``refused_by_vllm`` why vLLM 0.32 would not serve it ("" it would).
     """
 
     model_type: str

@@ -15,18 +15,12 @@ from pytest_kvcache.capacity.fields import Fields
 from pytest_kvcache.capacity.layers import Architecture, Layer
 from pytest_kvcache.errors import CannotJudge
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # An MLP of two matrices (up, down), and one of three (gate, up, down).
-PLAIN = _names("gpt2 gpt_bigcode opt gpt_neox gptj falcon phi bloom mpt starcoder2 persimmon nemotron gpt_neo nemotron_h apertus arcee")
-GATED = _names("""llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe olmo olmo2 olmo3 olmoe granite granitemoe cohere cohere2
+PLAIN = families.names("gpt2 gpt_bigcode opt gpt_neox gptj falcon phi bloom mpt starcoder2 persimmon nemotron gpt_neo nemotron_h apertus arcee")
+GATED = families.names("""llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 phimoe olmo olmo2 olmo3 olmoe granite granitemoe cohere cohere2
     stablelm deepseek_v2 deepseek_v3 deepseek_v32 glm4 glm glm4_moe internlm2 internlm3 gpt_oss llama4_text minicpm baichuan smollm3 ministral ministral3 seed_oss exaone4
     ernie4_5 dots1 qwen3_next jamba granitemoehybrid bamba falcon_h1 minimax_m2 mimo qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text hunyuan_v1_dense chatglm""")
-MIXER_ONLY = _names("mamba mamba2 falcon_mamba")
-TIED_UNLESS_STATED = _names(
+TIED_UNLESS_STATED = families.names(
     "gemma gemma2 gemma3_text gpt2 opt bloom mpt gpt_bigcode falcon cohere cohere2 starcoder2 gpt_neo mamba mamba2 falcon_mamba"
 )
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_size")
@@ -56,7 +50,10 @@ class Parameters:
         return self.linear + self.embeddings
 
     def shares(self, stages: Sequence[range]) -> tuple[float, ...]:
-        """Return the share of all of them that each pipeline stage holds: the first has the embedding, the last the output head (a copy, where they are tied)."""
+        """Return the share of all of them that each pipeline stage holds.
+
+        The first has the embedding, the last the output head (a copy, where they are tied).
+        """
         held = [sum(self.layers[index] for index in stage if index < len(self.layers)) for stage in stages]
         held[0] += self.embeddings - (0 if self.tied else self.table)
         held[-1] += self.table if len(stages) > 1 or not self.tied else 0
@@ -69,7 +66,7 @@ def count_parameters(raw: Mapping[str, Any], text: Mapping[str, Any], architectu
     Raises CannotJudge, naming what is missing, for a family or a file that does not tell.
     """
     family = families.family_of(architecture.model_type)
-    if family not in PLAIN | GATED | MIXER_ONLY:
+    if family not in PLAIN | GATED | families.STATES_ONLY:
         raise CannotJudge(
             f"the matrices of model_type {architecture.model_type[:60]!r} are not known", where=architecture.name, hint="--weights SIZE"
         )
@@ -147,7 +144,7 @@ def _mixer(fields: Fields, layer: Layer, hidden: int) -> int:
 def _mlp(fields: Fields, layer: Layer, index: int, hidden: int) -> tuple[int, int]:
     """Return the matrices of one layer's MLP: those that every token takes, and the routed experts."""
     family = fields.family
-    if family in MIXER_ONLY:
+    if family in families.STATES_ONLY:
         return 0, 0
     if family == "nemotron_h":
         if layer.kind != "none":

@@ -56,5 +56,7 @@ def test_nobody_there_is_said_as_such() -> None:
 
 def test_a_list_that_the_short_answer_leaves_out_is_asked_for_and_refused_where_it_stays_out() -> None:
     info = {**OLLAMA["model_info"], "qwen2.attention.head_count_kv": None}
-    with _server(_api_show={"model_info": info}) as server, pytest.raises(CannotJudge, match=r"leaves out qwen2\.attention\.head_count_kv"):
-        read_architecture(server.url)
+    with _server(_api_show={"model_info": info}) as server:
+        with pytest.raises(CannotJudge, match=r"leaves out qwen2\.attention\.head_count_kv"):
+            read_architecture(server.url)
+        assert server.paths().count("POST /api/show") == 2
