@@ -70,7 +70,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(found), indent=1, ensure_ascii=True))
     else:
-        width = min(shutil.get_terminal_size((110, 40)).columns, 160)
+        width = min(shutil.get_terminal_size((100, 40)).columns, 160)
         print("\n".join(as_lines(found, width)))
     return 0
 

@@ -19,7 +19,7 @@ from pytest_kvcache.analysis.payload import Payload, payload
 from pytest_kvcache.analysis.prefixes import reusable_tokens
 from pytest_kvcache.analysis.rows import Rows
 from pytest_kvcache.analysis.series import Series
-from pytest_kvcache.analysis.traffic import Leak, beyond_ours, leak, other_running
+from pytest_kvcache.analysis.traffic import beyond_ours, leak, other_running
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.quantities import Missing, Reading, Value
 from pytest_kvcache.records import RunRecord
@@ -89,7 +89,6 @@ class Accounting:
     whole: Account
     servers: tuple[Account, ...]
     values: dict[str, Value]
-    leak: Leak
     footprint: Footprint | Missing
     sharing: str = OFF
     put_back: int = 0
@@ -145,8 +144,8 @@ def account(
     busy_end = float(rows.end_s.max()) if len(rows) else window.since_s
     left = leak(seen.wall_s, _used(seen.columns, seen.counts), seen.columns["running"], seen.columns["waiting"], busy_end, seen.counts)
     dialect = DIALECTS.get(record.engine)
-    if dialect is not None and dialect.idle_cached_is_free is not True and not (isinstance(left.held, Reading) and not left.held.number()):
-        left = replace(left, held=Missing(f"{dialect.title} may count as used what it keeps for reuse, so what is held when idle is no leak"))
+    if dialect is not None and dialect.idle_cached_is_free is not True and not (isinstance(left, Reading) and not left.number()):
+        left = Missing(f"{dialect.title} may count as used what it keeps for reuse, so what is held when idle is no leak")
     missing = shape.reason if isinstance(shape, Missing) else ""
     if not missing and not seen.counts:
         missing = "the engine tells neither used blocks nor used tokens"
@@ -157,13 +156,13 @@ def account(
     values = _values(whole, wall_s, window, missing)
     values["other_traffic.running"] = other
     for unit in ("blocks", "tokens"):
-        other_unit = Missing(f"the engine counts {seen.counts}", cannot_happen=True) if seen.counts not in {unit, ""} else left.held
+        other_unit = Missing(f"the engine counts {seen.counts}", cannot_happen=True) if seen.counts not in {unit, ""} else left
         values[f"leak.{unit}"] = other_unit
     parts = tuple(tracks) if len(tracks) > 1 else ()
     if missing:
         whole = _without(whole)
         parts = tuple(_without(part) for part in parts)
-    return Accounting(whole, parts, values, left, shape, sharing, back, missing, tuple(notes))
+    return Accounting(whole, parts, values, shape, sharing, back, missing, tuple(notes))
 
 
 def _used(columns: dict[str, Floats], counts: str) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvcache.analysis.levels import Window
@@ -45,32 +44,23 @@ def other_running(wall_s: Floats, extra: Floats, window: Window) -> Value:
     )
 
 
-@dataclass(frozen=True)
-class Leak:
-    """What the pool still held at the end while nothing ran or waited: ``held`` in the engine's unit, and for how long that was watched."""
-
-    held: Value
-    watched_s: float
-    grace_s: float = GRACE_S
-
-
-def leak(wall_s: Floats, used: Floats, running: Floats, waiting: Floats, last_end_s: float, unit: str, grace_s: float = GRACE_S) -> Leak:
-    """Return what stayed held after the last request ended. It is a leak once it has lasted ``grace_s``; before that nobody can tell.
+def leak(wall_s: Floats, used: Floats, running: Floats, waiting: Floats, last_end_s: float, unit: str, grace_s: float = GRACE_S) -> Value:
+    """Return what stayed held after the last request ended, in ``unit``. It is a leak once it has lasted ``grace_s``; before that nobody can tell.
 
     Gauges of one moment belong together: what is held beside ``running`` 0 and ``waiting`` 0 belongs to no request.
     """
     import numpy as np
 
     if not unit:
-        return Leak(Missing("the engine does not say what it holds"), 0.0, grace_s)
+        return Missing("the engine does not say what it holds")
     told = np.isfinite(used) & np.isfinite(running)
     after = np.flatnonzero(told & (wall_s >= last_end_s))
     if not len(after):
-        return Leak(Missing("no sample was taken after the last request ended"), 0.0, grace_s)
+        return Missing("no sample was taken after the last request ended")
     idle = (running <= 0) & (np.nan_to_num(waiting) <= 0)
     last = int(after[-1])
     if not idle[last]:
-        return Leak(Missing("the server was still busy when the last sample was taken"), 0.0, grace_s)
+        return Missing("the server was still busy when the last sample was taken")
     since = last
     for index in after[::-1]:
         if not idle[index]:
@@ -80,9 +70,7 @@ def leak(wall_s: Floats, used: Floats, running: Floats, waiting: Floats, last_en
     # what fell to zero in between was given back: the least of the idle time is what stayed
     least = float(used[[i for i in after if i >= since]].min())
     if least <= 0:
-        return Leak(Reading(0.0, unit, f"held while nothing ran or waited, least of {watched:.1f} s", float(wall_s[last])), watched, grace_s)
+        return Reading(0.0, unit, f"held while nothing ran or waited, least of {watched:.1f} s", float(wall_s[last]))
     if watched < grace_s:
-        return Leak(
-            Missing(f"{least:,.0f} {unit} were held {watched:.1f} s after the end, and a leak shows after {grace_s:g} s only"), watched, grace_s
-        )
-    return Leak(Reading(least, unit, f"held for {watched:.1f} s while nothing ran or waited", float(wall_s[last])), watched, grace_s)
+        return Missing(f"{least:,.0f} {unit} were held {watched:.1f} s after the end, and a leak shows after {grace_s:g} s only")
+    return Reading(least, unit, f"held for {watched:.1f} s while nothing ran or waited", float(wall_s[last]))

@@ -62,12 +62,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The probes of one level: how many held, broke and could not be judged, and the interval of the share that breaks (each bound at 95 %)."""
+    """The probes of one level: how many held and broke, and the interval of the share that breaks (each bound at 95 %)."""
 
     level: float
     held: int
     broke: int
-    unjudged: int
 
     @property
     def low(self) -> float:
@@ -109,7 +108,7 @@ def levels_of(probes: Sequence[Probe]) -> list[Level]:
     found = []
     for level in sorted({probe.level for probe in probes}):
         here = [probe.broke for probe in probes if probe.level == level]
-        found.append(Level(level, here.count(False), here.count(True), here.count(None)))
+        found.append(Level(level, here.count(False), here.count(True)))
     return found
 
 
