@@ -81,4 +81,6 @@ def show(value: float | str | bool, unit: str) -> str:
         return show_seconds(value)
     whole = value == round(value) or (unit == "tokens" and abs(value) >= 100)  # a mean length of hundreds has no use for hundredths
     number = f"{value:.3g}" if abs(value) >= HUGE else f"{value:,.0f}" if whole else f"{value:,.2f}"
+    if unit == "factor":  # so many times another figure: nothing to name
+        return number
     return f"{number} {unit.removesuffix('s') if number == '1' and unit.isalpha() else unit}".strip()

@@ -53,3 +53,7 @@ def test_a_number_beyond_all_measure_is_short(value: float, unit: str) -> None:
     shown = units.show(value, unit)
     assert len(shown) < 24, shown
     assert "inf" not in shown
+
+
+def test_a_factor_has_no_name_beside_it() -> None:
+    assert (units.show(1.154, "factor"), units.show(2.0, "factor")) == ("1.15", "2")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pytest_kvcache import units
 from pytest_kvcache.analysis.holding import GROUPING
 from pytest_kvcache.analysis.ledger import GPU, HOST, CardLedger, Facts, Part, reconcile
-from pytest_kvcache.analysis.memory_seen import Memory, cpu_seconds, read_telemetry_memory
+from pytest_kvcache.analysis.memory_seen import Memory, card_name, cpu_seconds, host_name, read_telemetry_memory
 from pytest_kvcache.analysis.modelfile import Split, computed_parts, split_of
 from pytest_kvcache.capacity.card import DEFAULT_UTILIZATION
 from pytest_kvcache.engines import DIALECTS
@@ -182,7 +182,7 @@ def _of_cards(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequ
         found.append(
             reconcile(
                 Facts(
-                    " ".join(part for part in (card.host, f"GPU {card.index}", card.name) if part)[:120],
+                    card_name(card.host, card.index, card.name),
                     GPU,
                     measured,
                     stated,
@@ -269,7 +269,6 @@ def _with_server(stated: Mapping[str, Value], values: Mapping[str, Value], engin
 def _of_host(run: Run, values: Mapping[str, Value], memory: Memory, start: Sequence[StartMemory], endpoint: int) -> CardLedger:
     wall_s, row = memory.hosts[endpoint]
     ours = sum(row.processes.values())
-    servers = len(memory.hosts)
     # an engine on CPUs has one worker, or one for each part of the machine: their parts add up in one memory
     workers = [worker for worker in start if worker.endpoint == endpoint and worker.parts.keys() & {"pool", "weights"}]
     stated: dict[str, Value] = {}
@@ -291,11 +290,10 @@ def _of_host(run: Run, values: Mapping[str, Value], memory: Memory, start: Seque
         "server": _bytes(ours, f"the kernel: resident memory of {len(row.processes)} processes"),
     }
     notes = [] if not row.limit_bytes or row.limit_bytes >= row.total_bytes else [f"the control group may use {units.show(row.limit_bytes, 'bytes')}"]
-    name = "memory of the machine" + (f", server {endpoint + 1} of {servers}" if servers > 1 else "")
     dialect = DIALECTS.get(run.record.engine)
     return reconcile(
         Facts(
-            name,
+            host_name(endpoint, len(memory.hosts)),
             HOST,
             measured,
             stated,

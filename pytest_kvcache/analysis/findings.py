@@ -342,4 +342,4 @@ def _read(read: Lookup | None, name: str) -> Value:
 def _show(value: Value) -> str:
     if isinstance(value, Missing):
         return "an unknown number"
-    return units.show(value.value, "" if value.unit in {"factor", "events"} else value.unit)
+    return units.show(value.value, "" if value.unit == "events" else value.unit)

@@ -59,7 +59,7 @@ class MemoryLine:
     """The memory of one card (``kind`` GPU), or of the machine with one server's processes (HOST), over time, in bytes.
 
     ``t_s`` counts from the start of the load; NaN is a pause in the looks, or a figure that was not told. ``server`` are this server's processes,
-    ``others`` all other processes. ``label`` names it for people.
+    ``others`` all other processes. ``label`` is the name of the ledger of the same memory.
     """
 
     label: str
@@ -100,6 +100,21 @@ def read_telemetry_memory(run: Run) -> Memory:
     return found
 
 
+def card_name(host: str, index: int, name: str) -> str:
+    """Return what a card is called: short enough for a table, and another for each card, however long the names of hosts are."""
+    return " ".join(part for part in (_short(host, 60), f"GPU {index}", _short(name, 50)) if part)
+
+
+def host_name(number: int, servers: int) -> str:
+    """Return what a machine's memory is called, where ``number`` is the server whose processes are looked at, from 0."""
+    return "memory of the machine" + (f", server {number + 1} of {servers}" if servers > 1 else "")
+
+
+def _short(text: str, most: int) -> str:
+    """Return a name with its middle left out where it is long: hosts differ at their ends."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
+
+
 def _others_of(card: GpuRow, ours: set[str]) -> float | None:
     if not card.processes or not ours & card.processes.keys():
         return None
@@ -137,8 +152,7 @@ def _of_card(card: Card, ours: set[str], since_s: float) -> MemoryLine:
     server, others = (
         (_added([held for pid, held in card.processes.items() if (pid in ours) == mine], len(none)) if known else none) for mine in (True, False)
     )
-    label = f"GPU {card.index} {card.name}" + (f" on {card.host}" if card.host else "")
-    return _line(label, GPU, card.uuid, card.wall_s - since_s, card.total, card.used, card.free, server, others)
+    return _line(card_name(card.host, card.index, card.name), GPU, card.uuid, card.wall_s - since_s, card.total, card.used, card.free, server, others)
 
 
 def _added(columns: Sequence[Floats], count: int) -> Floats:
@@ -155,9 +169,8 @@ def _of_host(number: int, looks: Sequence[tuple[float, float, float, float]], se
     import numpy as np
 
     wall_s, total, available, held = np.array(sorted(looks), dtype=np.float64).T
-    label = "memory of the machine" + (f", server {number + 1}" if servers > 1 else "")
     used = total - available
-    return _line(label, HOST, "", wall_s - since_s, total, used, available, held, np.maximum(used - held, 0.0))
+    return _line(host_name(number, servers), HOST, "", wall_s - since_s, total, used, available, held, np.maximum(used - held, 0.0))
 
 
 def _line(label: str, kind: str, uuid: str, t_s: Floats, *columns: Floats) -> MemoryLine:

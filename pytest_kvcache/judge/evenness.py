@@ -73,7 +73,7 @@ def _cards_alone(analyses: Sequence[Analysis], cards: Sequence[tuple[Spread, Ana
         decisive=decisive,
         value=spread.over_mean,
         bound=limit,
-        bound_text=f"at most {limit:.2f} times the mean of the cards, or less than {least} apart",
+        bound_text=f"at most {limit:.2f}",
         beside=beside(decisive),
     )
 

@@ -123,7 +123,7 @@ def memory_chart(lines: Sequence[MemoryLine], ledgers: Sequence[CardLedger], *, 
         figure = canvas(7.6, height)
         panels = figure.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
         for axes, line in zip(panels, lines, strict=True):
-            _panel(axes, line, next((one for one in ledgers if _same(one, line)), None))
+            _panel(axes, line, next((one for one in ledgers if (one.kind, one.name) == (line.kind, line.label)), None))
             axes.set_xlim(start, max(end, start + 1e-3))
         panels[-1].set_xlabel("seconds from the start of the load", fontsize=7.5)
         handles: dict[str, Any] = {}
@@ -141,16 +141,6 @@ def memory_chart(lines: Sequence[MemoryLine], ledgers: Sequence[CardLedger], *, 
         )
         figure.subplots_adjust(left=0.065, right=0.985, top=1 - 0.22 / height, bottom=0.75 / height, hspace=0.42)
         return to_text(figure, key, label)
-
-
-def _same(ledger: CardLedger, line: MemoryLine) -> bool:
-    """Say whether a ledger is of the card, or the server, of a line: both are named by the same index, name and host."""
-    if ledger.kind != line.kind:
-        return False
-    if line.kind == GPU:
-        name, _, host = line.label.partition(" on ")
-        return ledger.name == f"{host} {name}".strip()[:120]
-    return ledger.name == line.label or ledger.name.startswith(f"{line.label} of ")
 
 
 def _panel(axes: Axes, line: MemoryLine, ledger: CardLedger | None) -> None:

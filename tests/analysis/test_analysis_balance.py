@@ -189,6 +189,21 @@ def test_small_cards_that_lie_less_than_a_gib_apart_are_even_and_that_is_the_rea
     assert gate.value.value == pytest.approx(1.25)
 
 
+def test_cards_of_hosts_with_long_names_are_not_one_card(tmp_path: Path) -> None:
+    gib = 1 << 30
+    rows = closed_loop()
+    samples: list[TelemetryRow] = [sample(rows, T0 - 0.2 + i / 10) for i in range(44)]
+    hosts = [f"{'a-deployment-with-a-long-name-' * 6}{end}" for end in ("x7f2", "k9q4")]
+    cards = [GpuRow(n, f"{host}{n}", "H100", 80 * gib, (40 + 20 * n) * gib, (40 - 20 * n) * gib, host=host) for host in hosts for n in range(2)]
+    samples[9] = msgspec.structs.replace(samples[9], gpus=cards)
+    analysis = analyse(MadeRun(rows=rows, samples=samples).write(tmp_path))
+    used = analysis.balance.of("gpu.used_bytes", GPUS)
+    assert used is not None
+    assert len(used.members) == 4
+    assert {line.label for line in analysis.timeline.cards} == set(used.members), "one name for a card in all places"
+    assert max(map(len, used.members)) < 80
+
+
 def test_the_last_pipeline_stage_is_seen_to_be_the_fullest(tmp_path: Path) -> None:
     # field case G04: 61 layers over three nodes, and the last holds the head as well
     gib = 1 << 30
