@@ -6,14 +6,16 @@ import http.client
 import itertools
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
+
+from loopback_http import LoopbackHttp
 
 STICKY, ROUND_ROBIN = "sticky", "round-robin"
 _HOP = {"connection", "transfer-encoding", "keep-alive", "content-length", "host"}
 
 
-class ForwardingProxy:
+class ForwardingProxy(LoopbackHttp):
     """Forwards each request to one of ``roots``: all of one client address to the same (sticky), or to each in turn. A context manager."""
 
     def __init__(self, roots: Sequence[str], policy: str) -> None:
@@ -56,16 +58,4 @@ class ForwardingProxy:
 
             do_GET = do_POST = forward  # noqa: N815 -- the names that http.server calls
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-
-    def __enter__(self) -> ForwardingProxy:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join(5)
+        super().__init__(Handler)

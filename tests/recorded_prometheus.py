@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from loopback_http import LoopbackHttp
 
 LOOKBACK_S = 300.0
 _MATCHER = re.compile(r'(\w+)(=~|=)"((?:[^"\\]|\\.)*)"')
@@ -34,7 +35,7 @@ class Recorded:
         return (self.times[place], self.values[place]) if place >= 0 and wall_s - self.times[place] < LOOKBACK_S else None
 
 
-class RecordedPrometheus:
+class RecordedPrometheus(LoopbackHttp):
     """A context manager; ``url`` is its address, ``asked`` the forms of the queries that came."""
 
     def __init__(self) -> None:
@@ -58,19 +59,7 @@ class RecordedPrometheus:
 
             do_GET = do_POST = answer  # noqa: N815 -- the names that http.server calls
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-
-    def __enter__(self) -> RecordedPrometheus:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join(5)
+        super().__init__(Handler)
 
     def scrape(self, wall_s: float, text: str, **target: str) -> None:
         """Keep what an exposition says at a time, with the labels of its target (``job="vllm", instance="a:8000"``)."""

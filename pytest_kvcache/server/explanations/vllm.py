@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from pytest_kvcache.server.explanations.phrases import GIB, F, Known, N, known, near, whole
+from pytest_kvcache.server.explanations.phrases import GIB, SIGNED, F, Known, N, known, near, whole
 
 _SAME_RATE = 0.02
 # What the driver keeps leaves no more of a card than this.
@@ -240,7 +240,7 @@ KNOWN: tuple[Known, ...] = (
     known(rf"Error in memory profiling\. Initial free memory {F}(?: GiB)?, current free memory {F}( GiB)?", _profiling),
     known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than requested memory for kv \({F} GiB\)", _cpu_node),
     known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than desired CPU memory utilization \({F}, {F} GiB\)", _cpu_start),
-    known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than requested memory for kv \((-?{F[1:]}/{F} GiB\)", _cpu_rest),
+    known(rf"Available memory on node [0-9]+ \({F}/{F} GiB\)[^\n]{{0,60}}? is less than requested memory for kv \({SIGNED}/{F} GiB\)", _cpu_rest),
     known(rf"Externally held weights on device[^(]{{0,40}}\({F}/{F} GiB\) exceed the desired GPU memory utilization \({F}, {F} GiB\)", _outside),
     known(
         rf"Free memory on device[^(]{{0,40}}\({F}/{F} GiB\) on startup is less than the engine's budget[^(]{{0,80}}\({F}, {F} GiB\)", _beside_weights
