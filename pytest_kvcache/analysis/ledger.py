@@ -159,8 +159,9 @@ def _split(
         known, left, rest = [], server.bytes, nothing
     else:
         left = max(left, 0.0)
-        title = TITLES["rest"] + (f" and {' and '.join(lacking)}" if lacking else "")
-        rest = _computed("rest", left, "this server's processes less " + (" and ".join(part.title for part in known) or "nothing"), title)
+        title = ", ".join([TITLES["rest"], *lacking[:-1]]) + (f" and {lacking[-1]}" if lacking else "")
+        without = f"this server's processes less {' and '.join(part.title for part in known)}" if known else "all that this server's processes hold"
+        rest = _computed("rest", left, without, title)
     body = [*known, rest] if rest.bytes is not None else [Part("server", TITLES["server"], server.value, server.how)]
     gap = total.bytes - sum(part.bytes or 0.0 for part in (*body, *outside))
     if gap > 0:

@@ -102,7 +102,7 @@ def read_telemetry_memory(run: Run) -> Memory:
 
 def card_name(host: str, index: int, name: str) -> str:
     """Return what a card is called: short enough for a table, and another for each card, however long the names of hosts are."""
-    return " ".join(part for part in (_short(host, 60), f"GPU {index}", _short(name, 50)) if part)
+    return " ".join(part for part in (_short(host, 40), f"GPU {index}", _short(name, 40)) if part)
 
 
 def host_name(number: int, servers: int) -> str:

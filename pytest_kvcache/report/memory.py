@@ -154,7 +154,7 @@ def balance_table(view: SessionView) -> Table:
             if worst is None:
                 continue
             for spread in worst.balance.spreads:
-                cells = [f"{show_value(Reading(spread.members[who], spread.unit, ''))} ({plain(who, 60)})" for who in (spread.highest, spread.lowest)]
+                cells = [f"{show_value(Reading(spread.members[who], spread.unit, ''))} ({plain(who, 90)})" for who in (spread.highest, spread.lowest)]
                 over = f"{spread.over_mean.number():.2f}" if isinstance(spread.over_mean, Reading) else "—"
                 table.rows.append(
                     [plain(profile, 40), side or "measured", f"{plain(spread.title, 60)}, {len(spread.members)} {spread.kind}", *cells, over]

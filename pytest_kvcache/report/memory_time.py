@@ -68,7 +68,7 @@ def over_time(view: SessionView) -> OverTime:
             some = shown[start : start + 4]
             label = "Memory over time. " + " ".join(f"{line.label}: {words(line)}." for line in some)
             draw = partial(memory_chart, some, peak.ledgers, key=f"m{number}{part}", label=label)
-            charts.append(Drawn(side, f"{plain(peak.run.record.profile, 60)}: " + ", ".join(plain(line.label, 60) for line in some), draw))
+            charts.append(Drawn(side, f"{plain(peak.run.record.profile, 60)}: " + ", ".join(plain(line.label, 90) for line in some), draw))
         if len(shown) > MAX_LINES:
             table.notes.append(f"The first {MAX_LINES} of {len(shown)} are drawn.")
     if table.rows:
@@ -107,7 +107,7 @@ def _row(line: MemoryLine, side: str) -> list[str]:
             extreme, at, size = ("least", one.least_at_s, one.least) if name == "free" else ("most", one.most_at_s, one.most)
             shown = f"({extreme} {units.show_bytes(size)} at {max(at, 0.0):.0f} s)"
             cells.append(f"{units.show_bytes(one.first)} → {units.show_bytes(one.last)} {shown}")
-    return [plain(line.label, 80), side or "measured", *cells]
+    return [plain(line.label, 90), side or "measured", *cells]
 
 
 def memory_chart(lines: Sequence[MemoryLine], ledgers: Sequence[CardLedger], *, key: str, label: str) -> str:
