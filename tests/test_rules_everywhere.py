@@ -10,7 +10,7 @@ import pytest
 from finding_cases import made
 from made_sessions import LLAMACPP, SMALL_LOADS, make_run, single_gates, verdict_of
 
-from pytest_kvcache.analysis.own_rules import keep_rules, kept_rules, rule_set
+from pytest_kvcache.analysis.own_rules import MOST_FILES, keep_rules, kept_rules, readable_rules, rule_set
 from pytest_kvcache.cli import main
 from pytest_kvcache.report.write import write_session
 from pytest_kvcache.settings import Settings
@@ -166,6 +166,15 @@ def test_a_kept_file_that_this_build_does_not_read_is_told_and_the_report_stands
     capsys.readouterr()
     assert main(["diagnose", str(folder)]) == 0
     assert "left out: rules/01-new.toml: when: condition" in capsys.readouterr().out
+
+
+def test_more_files_than_are_read_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "rules").mkdir()
+    for number in range(MOST_FILES + 1):
+        (tmp_path / "rules" / f"{number:02}-own.toml").write_text(OWN)
+    found, wrong = readable_rules(tmp_path)
+    assert len(found) == MOST_FILES
+    assert wrong == [f"rules/: {MOST_FILES + 1} files, of which the first {MOST_FILES} are read"]
 
 
 def test_a_rule_that_says_it_better_silences_the_other(tmp_path: Path) -> None:

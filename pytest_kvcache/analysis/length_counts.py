@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from pytest_kvcache import units
 from pytest_kvcache.analysis.waste import LONGEST, Lengths, lengths
 from pytest_kvcache.errors import UsageError
 from pytest_kvcache.userfiles import MARK
@@ -72,7 +73,7 @@ class Found:
             what = "no request in this file held a token" if self.empty else "no length is in this file"
             what = "no conversation in this file has a question with an answer" if self.unanswered else what
             raise UsageError(what, where=str(path), hint="one number or one object with token counts a line; docs/memory.md lists the formats")
-        notes = [f"{self.empty:,} requests of no token, or that were refused, are left out"] if self.empty else []
+        notes = [f"left out: {units.show(self.empty, 'requests')} that held no token, or that the server refused"] if self.empty else []
         if self.unanswered:
             notes.append(f"conversations without a question and its answer are left out: {self.unanswered:,}")
         try:

@@ -96,7 +96,7 @@ def prompt_logprobs_lacking(endpoint: Endpoint) -> str:
         return f"asked for the log-probabilities of a prompt (echo), the server says: {(done.error or f'HTTP {done.status}')[:200]}"
     told = _told(done.body)
     if len(told) < 4 or sum(isinstance(one, int | float) for one in told) < len(told) - 1:
-        return f"asked for the log-probabilities of a prompt (echo), the server tells those of {len(told)} tokens: it gives those of its own answer alone"
+        return f"asked for the log-probabilities of a prompt (echo), the server tells those of {len(told)} token{'s' * (len(told) != 1)}: it gives those of its own answer alone"
     return ""
 
 

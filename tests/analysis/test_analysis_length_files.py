@@ -42,7 +42,7 @@ def test_a_file_may_be_numbers_traces_requests_or_a_histogram(tmp_path: Path) ->
     MadeRun(rows=[request(0, 0.0, prompt=9, output=3), refused(1, 0.1, "over_length")]).write(tmp_path / "run")
     found = read_lengths(tmp_path / "run" / "requests.jsonl")
     assert dict(found.counts) == {12: 1}
-    assert found.notes == ("1 requests of no token, or that were refused, are left out",)
+    assert found.notes == ("left out: 1 request that held no token, or that the server refused",)
 
 
 def test_the_rows_of_a_run_are_the_lengths_of_the_run_whatever_became_of_them(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ LLAMA = {"choices": [{"logprobs": {"content": [{"token": "a", "logprob": -0.1}]}
     ("body", "error", "status", "says"),
     [
         (VLLM, "", 200, ""),
-        (LLAMA, "", 200, "those of 1 tokens"),
+        (LLAMA, "", 200, "those of 1 token:"),
         ({"choices": [{"text": "x"}]}, "", 200, "those of 0 tokens"),
         ({}, "Only no echo is supported", 400, "Only no echo is supported"),
     ],
