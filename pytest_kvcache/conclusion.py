@@ -23,6 +23,8 @@ from pytest_kvcache.settings import Settings
 if TYPE_CHECKING:
     from pytest_kvcache.session import Session
 
+_MOST_NOTES = 20
+
 
 def session_folder(settings: Settings, short_id: str = "") -> Path:
     """Return the path of a new session's folder, ``<reports>/<utc>-<name>-<short id>``; nothing is created."""
@@ -57,7 +59,7 @@ def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analy
         gates=list(session.gates),
         config_diff=config_diff(before[0].run, after[0].run) if before and after else [],
         problems=list(dict.fromkeys([*session.problems, *(problem.text for analysis in sides for problem in analysis.problems)])),
-        notes=[*session.notes, *notes],
+        notes=[*session.notes, *_of_loads(sides), *notes],
         deselected=[*session.deselected, *(f"{name} ({NOT_RUN})" for name in session.not_run)],
         repeat=list(session.repeat),
         versions=version_facts(first.engine, first.engine_version) if first else {},
@@ -67,6 +69,13 @@ def conclude(session: Session, before: Sequence[Analysis], after: Sequence[Analy
     if settings.save:
         save_baseline(session.folder, Path(settings.reports), settings.save)
     return record
+
+
+def _of_loads(sides: Sequence[Analysis]) -> list[str]:
+    """Return in what recorded traffic was sent otherwise than it was, once for each profile."""
+    records = [analysis.run.record for analysis in sides]
+    told = dict.fromkeys(f"{record.profile}: {note}" for record in records if record.load_argv for note in record.notes)
+    return list(told)[:_MOST_NOTES]
 
 
 def _comparison_text(settings: Settings) -> str:

@@ -245,6 +245,7 @@ def measure_load(target: Target, settings: Settings, session: Path, window: Wind
             "requests": planned.requests,
         },
         problems=problems,
+        notes=load.notes if load is not None else [],
         clock_step_s=round(time.time() - started_wall_s - (time.monotonic() - started_s), 3),
     )
     run = keep(run)

@@ -55,6 +55,18 @@ def test_a_stored_session_meets_its_thresholds_with_the_right_exit_code(text: st
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
+def test_a_verdict_says_in_what_recorded_traffic_was_sent_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    images = "1 of 3 requests of the trace came with images"
+    for window in range(2):
+        record = {"window": window, "seed": window, "workload": f"w{window}", "profile": "trace", "load_argv": ["locust"], "notes": [images]}
+        MadeRun(rows=closed_loop(length_s=0.5), record=record).write(Path("kept") / "runs" / f"{window + 1}-trace")
+    assert main(["gate", "kept", "--require", "usage.peak < 0.9"]) == 0
+    assert f"trace: {images}" in " ".join(capsys.readouterr().out.split())
+    assert _verdict().notes.count(f"trace: {images}") == 1
+    (summary,) = Path("reports").glob("*/summary.md")
+    assert images in summary.read_text()
+
+
 def test_what_was_judged_is_a_session_with_its_report_and_the_lines_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     _session("kept")
     Path("kvgate.toml").write_text('fail = ["usage.peak < 0.9"]\nwarn = ["throughput > 1e9"]')

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import gevent
 
 from pytest_kvcache.errors import UsageError
-from pytest_kvcache.load import files
+from pytest_kvcache.load import contract, files
 from pytest_kvcache.load.arrivals import BURST, GAMMA, Stage, arrivals, parse_stages
 from pytest_kvcache.load.asking import choose_model
 from pytest_kvcache.load.client import Asker
@@ -205,8 +205,9 @@ def write_start(session: LoadSession) -> None:
     if session.max_model_len and session.output_tokens >= session.max_model_len:
         what = f"answers of {session.output_tokens:,} tokens do not fit the longest context of {session.max_model_len:,}: they will be clamped or refused"
         prepared.notes.append(what)
-    for note in (*prepared.notes, *_left_over(session)):
-        session.note("prepared", note)
+    told = [("prepared", note) for note in (*prepared.notes, *_left_over(session))] + [(contract.OTHER_NOTE, note) for note in prepared.differs]
+    for subject, note in told:
+        session.note(subject, note)
         session.say(note)
     session.say(
         f"{session.shape.profile}: model {clean_text(session.targets[0].model, 100)}, longest context {session.max_model_len or 'unknown'}, "

@@ -35,7 +35,10 @@ _BUSY = frozenset({contract.QUEUE_FULL, contract.RATE_LIMITED, contract.SERVER_E
 
 @dataclass
 class Prepared:
-    """What the load needs to know of a server. ``spent`` counts what the probes cost it: requests, prompt_tokens, output_tokens."""
+    """What the load needs to know of a server. ``spent`` counts what the probes cost it: requests, prompt_tokens, output_tokens.
+
+    ``differs`` says in what recorded traffic is sent otherwise than it was (cut, left out, without images).
+    """
 
     target: Target
     max_model_len: int | None
@@ -45,6 +48,7 @@ class Prepared:
     expects_usage: bool = True
     spent: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

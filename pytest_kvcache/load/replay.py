@@ -54,13 +54,14 @@ class Replay(KvUser):
         cls._trace, cls._cap = trace, options["trace_cap"] or session.max_model_len or 0
         limit = session.max_model_len
         cls._cap = min(cls._cap, limit) if limit else cls._cap
-        notes = [f"trace: {len(trace.requests):,} requests ({', '.join(_taken(trace))})", *trace.notes]
+        differs = [*trace.notes]
         cut = sum(cls._cut(one)[:2] != (one.prompt, one.output) for one in trace.requests)
         if cut:
-            notes.append(f"{cut:,} of {len(trace.requests):,} requests of the trace are cut to {cls._cap:,} tokens for prompt and answer together")
+            differs.append(f"{cut:,} of {len(trace.requests):,} requests of the trace are cut to {cls._cap:,} tokens for prompt and answer together")
         assert session.prepared is not None
         session.shares = trace.shares
-        session.prepared.notes.extend(notes)
+        session.prepared.notes.append(f"trace: {len(trace.requests):,} requests ({', '.join(_taken(trace))})")
+        session.prepared.differs.extend(differs)
         if not trace.timed:
             return None
         return lambda: (one.at_s or 0.0 for one in trace.requests)

@@ -71,7 +71,8 @@ class Asked(TypedDict, total=False):
 class LoadResult:
     """One load as it ended. ``complete`` says that it came to its planned end and every row is there; else ``problems`` says why.
 
-    ``rows`` counts request rows, ``workload`` is the hash over what was asked (contract.workload_hash).
+    ``rows`` counts request rows, ``workload`` is the hash over what was asked (contract.workload_hash), and ``notes`` say in what recorded traffic was
+    sent otherwise than it was.
     """
 
     rows_path: Path
@@ -83,6 +84,7 @@ class LoadResult:
     planned_users: int
     planned_duration_s: float
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def profiles() -> dict[str, Path]:
@@ -209,6 +211,7 @@ def run_load(endpoints: Sequence[Endpoint], profile: str, folder: Path, *, stop:
         planned_users=int(told.get("users", asked.get("users", 0))),
         planned_duration_s=float(told.get("duration_s", asked.get("duration_s", 0.0))),
         problems=problems,
+        notes=list(dict.fromkeys(note.text for note in load.notes if note.subject == contract.OTHER_NOTE)),
     )
 
 

@@ -214,8 +214,9 @@ def test_what_is_longer_than_the_cap_is_cut_and_counted(tmp_path: Path) -> None:
         result, rows, _ = replay(server, tmp_path, "mooncake.jsonl", trace_cap=1200, trace_speed=4)
     long = [one for one in read_trace(DATA / "mooncake.jsonl").requests if one.prompt + one.output > 1200]
     assert max((row.prompt_tokens or 0) + (row.completion_tokens or 0) for row in rows) == 1200
-    notes = [note.text for note in read_load(result.rows_path).notes]
-    assert f"{len(long)} of 12 requests of the trace are cut to 1,200 tokens for prompt and answer together" in notes
+    cut = f"{len(long)} of 12 requests of the trace are cut to 1,200 tokens for prompt and answer together"
+    assert cut in [note.text for note in read_load(result.rows_path).notes]
+    assert result.notes == [cut], "it is handed on, to stand beside the verdict"
 
 
 def test_conversations_without_times_are_replayed_in_a_closed_loop_or_at_a_rate(tmp_path: Path) -> None:
