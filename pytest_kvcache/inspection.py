@@ -63,7 +63,7 @@ def _print(found: Inspection, machine: bool) -> int:
     if machine:
         print(json.dumps(as_json(found), indent=1, ensure_ascii=True))
     elif found.judged:
-        print(as_text(found, shutil.get_terminal_size((120, 40)).columns))
+        print(as_text(found, shutil.get_terminal_size((100, 40)).columns))
     if found.judged:
         return 0
     notes = "" if machine else "".join(f"\n  - {clean(note, 500)}" for note in found.notes)

@@ -40,7 +40,7 @@ def _gpu(row: GpuRow) -> dict[str, Any]:
     return dict(msgspec.to_builtins(row))
 
 
-def as_text(found: Inspection, width: int = 120) -> str:
+def as_text(found: Inspection, width: int = 100) -> str:
     """Return the inspection as tables, at most about ``width`` columns wide; foreign text in it is made harmless."""
     from tabulate import tabulate
 
@@ -50,9 +50,12 @@ def as_text(found: Inspection, width: int = 120) -> str:
     lines += ["", three_numbers(found.quantities), ""] if found.engine else [""]
     told = {name: value for name, value in found.quantities.items() if isinstance(value, Reading)}
     absent = {name: value for name, value in found.quantities.items() if isinstance(value, Missing)}
-    room = max(width - 46, 24)
     if told:
-        rows = [(name, _shown(name, value, found.quantities), _wrapped(value.source, room)) for name, value in told.items()]
+        # a value is wrapped before the name of a series is broken
+        left = width - 4 - max(map(len, told))
+        figures = [_wrapped(_shown(name, value, found.quantities), max(left - 60, 20)) for name, value in told.items()]
+        room = max(left - max(len(line) for text in figures for line in text.split("\n")), 24)
+        rows = [(name, figure, _wrapped(value.source, room)) for (name, value), figure in zip(told.items(), figures, strict=True)]
         lines += [tabulate(rows, headers=("quantity", "value", "source"), disable_numparse=True), ""]
     if absent and found.engine:
         by_reason: dict[str, list[str]] = {}
