@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,7 +257,9 @@ def test_cards_of_a_dcgm_exporter_are_shown_beside() -> None:
 def test_a_usage_never_stands_alone_and_no_escape_gets_through() -> None:
     found = inspect([sort_text("bad\x1b[31mname", SCRAPE.encode())])
     shown = as_text(found)
-    assert "50.0 % (4,096 of 8,192 blocks free)" in shown
+    assert "50.0 % (4,096 of 8,192 blocks free)" in as_text(found, 140)
+    assert re.search(r"50\.0 % \(4,096 of .*\n +8,192 blocks free\)", shown), "on a narrow terminal below each other"
+    assert max(map(len, shown.splitlines())) <= 100
     assert "usage 50.0 % | 4,096 of 8,192 blocks free | 8 running, 512 blocks each" in shown
     only = as_text(inspect([sort_text("x", b'vllm:kv_cache_usage_perc{engine="0"} 0.9\n')]))
     assert "pool size not told" in only
