@@ -73,6 +73,8 @@ def _windows(one: Asked, before: Sequence[Analysis], after: Sequence[Analysis], 
     if found.verdict == INCONCLUSIVE:
         text += f"; {_more(found, len(left), len(right))}"
         text += _drifts(before, after) if quantity.startswith("usage") and found.estimate is not None else ""
+    if missed := one.missed(before, after):
+        text += f"; in {missed} of {len(both)} windows our own request log shows more than was polled, and counts"
     # polled after the change, a peak is at least what was seen: only what was missed before it could excuse it
     polled = quantity.startswith(("usage", "free")) and not any(problem.rule in MISSED for analysis in before for problem in analysis.problems)
     usage = f"before: {beside(_fullest(before))}; after: {beside(_fullest(after))}" if quantity.startswith("usage") else ""

@@ -15,6 +15,7 @@ from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.conditions import FAIL, INCONCLUSIVE, INVALID, NOT_APPLICABLE, PASS, Group, Limit, Lookup, evaluate
 from pytest_kvcache.engines import DIALECTS
 from pytest_kvcache.judge.evenness import balanced
+from pytest_kvcache.judge.logged import logged_usage
 from pytest_kvcache.judge.probes import near_max_served, over_limit_refused
 from pytest_kvcache.judge.room import fits, fits_now
 from pytest_kvcache.judge.stats import CONFIDENCE, proportion_lower, proportion_upper
@@ -96,7 +97,7 @@ def peak_usage(analyses: Sequence[Analysis], max: float) -> GateRecord:
 
 def _most_logged(analyses: Sequence[Analysis]) -> tuple[float, Analysis] | None:
     """Return the highest share of the pool that our own log proves, and the window of it; None where it proves nothing in any."""
-    known = [(share, analysis) for analysis in analyses if (share := _logged_usage(analysis)) is not None]
+    known = [(share, analysis) for analysis in analyses if (share := logged_usage(analysis)) is not None]
     return max(known, key=lambda pair: pair[0], default=None)
 
 
@@ -112,21 +113,6 @@ def _least_logged(analyses: Sequence[Analysis], unit: str) -> tuple[Reading, Ana
 def _of(window: Analysis, found: Sequence[tuple[Analysis, Reading]]) -> Reading:
     """Return the reading of one window."""
     return next(reading for analysis, reading in found if analysis is window)
-
-
-def _logged_usage(analysis: Analysis) -> float | None:
-    """Return the peak share of the pool that our own requests held at least; None where a token of the log is not a token of the pool."""
-    payload, pool = analysis.values.get("payload.peak"), analysis.values.get("pool_tokens")
-    blocks, size = analysis.values.get("usable_blocks"), analysis.values.get("block_size")
-    if not isinstance(payload, Reading) or analysis.facts.sharing_meant:
-        return None
-    if isinstance(blocks, Reading) and isinstance(size, Reading):
-        tokens = blocks.number() * size.number()
-        # of hybrid models the engine's own figure is another: there a token takes a slot in several groups
-        if isinstance(pool, Reading) and abs(pool.number() - tokens) > 2 * size.number():
-            return None
-        return payload.number() / tokens if tokens else None
-    return payload.number() / pool.number() if isinstance(pool, Reading) and pool.number() else None
 
 
 def free_space(analyses: Sequence[Analysis], min: float) -> GateRecord:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pytest_kvcache.analysis.timeline import Analysis
 from pytest_kvcache.judge import stats
+from pytest_kvcache.judge.logged import joined
 from pytest_kvcache.judge.wording import readings
 from pytest_kvcache.quantities import Missing, Reading
 from pytest_kvcache.settings import Settings
@@ -76,7 +77,10 @@ class Asked:
         return stats.scaled_margin(self.margin, lower_is_better=self.higher_is_worse, relative=self.relative)
 
     def values(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[list[float], list[float]] | Missing:
-        """Return the value of each window of both sides, or why one, or the margin, is not there."""
+        """Return the value of each window of both sides, or why one, or the margin, is not there.
+
+        Peaks and lows are what was polled, joined with what our own request log proves where it does so in every window of both sides.
+        """
         if self.lacking is not None:
             return self.lacking
         left, right = numbers(before, self.quantity), numbers(after, self.quantity)
@@ -84,9 +88,26 @@ class Asked:
             lacking, side = (left, "before") if isinstance(left, Missing) else (right, "after")
             assert isinstance(lacking, Missing)
             return lacking if lacking.cannot_happen else Missing(f"{side} the change: {lacking.reason}")
+        old, new = joined(before, self.quantity, left), joined(after, self.quantity, right)
+        if old is not None and new is not None:  # on one side alone it would be a difference that polling made
+            left, right = old, new
         if self.tokens_a_block is not None:
             left, right = ([number * size for number in side] for side, size in zip((left, right), self.tokens_a_block, strict=True))
         return left, right
+
+    def missed(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> int:
+        """Return in how many windows of both sides the request log proves more than polling saw, so that its figure was taken."""
+        values = self.values(before, after)
+        polled = [numbers(before, self.quantity), numbers(after, self.quantity)]
+        if isinstance(values, Missing) or isinstance(polled[0], Missing) or isinstance(polled[1], Missing):
+            return 0
+        sizes = self.tokens_a_block or (1.0, 1.0)
+        return sum(
+            value != seen * size
+            for side, seen_of, size in zip(values, polled, sizes, strict=True)
+            if not isinstance(seen_of, Missing)
+            for value, seen in zip(side, seen_of, strict=True)
+        )
 
     def unit(self, before: Sequence[Analysis]) -> str:
         """Return the unit of the values; windows that have them are given."""
