@@ -132,6 +132,8 @@ def judge_sweep(session: Session, runs: Sequence[Run]) -> Sweep:
 
 def show_sweep(found: Sweep) -> str:
     """Return the sweep as a table of plain text with its recommendation."""
+    import textwrap
+
     from tabulate import tabulate
 
     columns = ("usage, peak", "payload in pages", "output rate", "TTFT p50", "CPU per 1,000 tokens", "preemptions", "rejected")
@@ -139,4 +141,5 @@ def show_sweep(found: Sweep) -> str:
         (v.name, v.windows, *(figure.text for figure in (v.usage, v.payload_share, v.throughput, v.ttft, v.cpu, v.preemptions, v.rejections)))
         for v in found.variants
     ]
-    return f"{tabulate(rows, headers=('setting', 'windows', *columns))}\n\n{found.text}\n{found.rests_on}"
+    said = [line for text in (found.text, found.rests_on) for line in textwrap.wrap(text, 100)]
+    return "\n".join([tabulate(rows, headers=("setting", "windows", *columns)), "", *said])

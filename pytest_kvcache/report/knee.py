@@ -170,10 +170,13 @@ def section(view: SessionView) -> dict[str, Any] | None:
 
 def shown(folder: Path, analyses: Sequence[Analysis]) -> str:
     """Return a search as plain text for a terminal; empty where the folder holds none."""
+    import textwrap
+
     from tabulate import tabulate
 
     record = read_search(folder)
     if record is None:
         return ""
     found = table(record, panels(record, analyses))
-    return f"{tabulate(found.rows, headers=found.columns, disable_numparse=True)}\n\n" + "\n".join(found.notes)
+    notes = [line for note in found.notes for line in textwrap.wrap(note, 100)]
+    return "\n".join([tabulate(found.rows, headers=found.columns, disable_numparse=True), "", *notes])
