@@ -141,5 +141,6 @@ def show_sweep(found: Sweep) -> str:
         (v.name, v.windows, *(figure.text for figure in (v.usage, v.payload_share, v.throughput, v.ttft, v.cpu, v.preemptions, v.rejections)))
         for v in found.variants
     ]
-    said = [line for text in (found.text, found.rests_on) for line in textwrap.wrap(text, 100)]
+    told = [*(f"{v.name}: {v.beside}" for v in found.variants), found.text, found.rests_on]
+    said = [line for text in told for line in textwrap.wrap(text, 100, subsequent_indent="  ")]
     return "\n".join([tabulate(rows, headers=("setting", "windows", *columns)), "", *said])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_kvcache import units
+from pytest_kvcache.analysis.three import beside
 from pytest_kvcache.quantities import Missing, Reading, Value
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """One value of the swept option as measured. ``cpu`` is CPU seconds of the server per thousand output tokens; ``unsound`` says why it cannot be judged."""
+    """One value of the swept option as measured. ``cpu`` is CPU seconds of the server per thousand output tokens; ``unsound`` says why it cannot be judged.
+
+    ``beside`` is what its peak usage is never shown without, of its fullest window.
+    """
 
     name: str
     windows: int
@@ -54,6 +58,7 @@ class Variant:
     preemptions: Figure
     rejections: Figure
     unsound: str = ""
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def sweep(groups: Mapping[str, Sequence[Analysis]], *, usage_margin: float, thro
     if not better:
         return Sweep(variants, first.name, f"Keep {first.name}: {'; '.join(reasons)}.", rests_on)
     best = min(better, key=lambda one: one.usage.number or 0.0)
-    text = f"Use {best.name}: peak usage {best.usage.text} against {first.usage.text} with {first.name}, {_beside(best, first)}"
+    text = f"Use {best.name}: peak usage {best.usage.text} against {first.usage.text} with {first.name}, {_compared(best, first)}"
     return Sweep(variants, best.name, text + (f"; {'; '.join(reasons)}" if reasons else "") + ".", rests_on)
 
 
@@ -128,6 +133,7 @@ def _variant(name: str, analyses: Sequence[Analysis]) -> Variant:
         figure("preemptions"),
         figure("rejections"),
         f"the evidence of {name} is unsound: {problems[0]}" if problems else "",
+        beside(max(analyses, key=lambda a: peak.number() if isinstance(peak := a.values.get("usage.peak"), Reading) else -1.0)),
     )
 
 
@@ -169,7 +175,7 @@ def _cost(one: Variant, first: Variant, throughput_margin: float, ttft_margin: f
     return " and ".join(costs)
 
 
-def _beside(best: Variant, first: Variant) -> str:
+def _compared(best: Variant, first: Variant) -> str:
     parts = []
     for title, mine, before in (
         ("throughput", best.throughput, first.throughput),

@@ -195,5 +195,5 @@ def sweep_table(view: SessionView) -> Table:
         figures = (one.usage, one.payload_share, one.throughput, one.ttft, one.cpu, one.preemptions, one.rejections)
         mark = ", recommended" if one.name == found.recommended else ""
         table.rows.append([plain(one.name, 60) + mark, *(figure.text for figure in figures)])
-    table.notes = [plain(found.text, 900), plain(found.rests_on, 600)]
+    table.notes = [*(plain(f"{one.name}: {one.beside}", 400) for one in found.variants), plain(found.text, 900), plain(found.rests_on, 600)]
     return table

@@ -17,7 +17,7 @@ from pytest_kvcache.conditions import INVALID, PASS
 from pytest_kvcache.records import MemoryRow
 from pytest_kvcache.runfolder import Run
 from pytest_kvcache.settings import Settings
-from pytest_kvcache.sweeping import sweep_gates
+from pytest_kvcache.sweeping import show_sweep, sweep_gates
 
 GIB = 1 << 30
 
@@ -50,6 +50,9 @@ def test_a_value_that_lowers_usage_and_costs_nothing_is_recommended(tmp_path: Pa
     assert "against 40.5 % (40.0 % to 41.0 %) with block-size=128, throughput 100 %" in found.text
     assert "2 windows of profile normal" in found.rests_on
     assert "restarts is not covered" in found.rests_on
+    shown = show_sweep(found)
+    assert shown.count(": pool ") == 3, "no usage stands alone"
+    assert all(len(line) <= 100 for line in shown.partition("\n\n")[2].splitlines())
 
 
 def test_what_lies_within_the_spread_of_the_windows_is_no_difference(tmp_path: Path) -> None:

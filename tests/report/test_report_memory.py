@@ -111,6 +111,10 @@ def test_a_sweep_is_a_table_with_its_recommendation(tmp_path: Path) -> None:
     shown = view(tmp_path, *analyses)
     table = memory.sweep_table(shown)
     assert [row[0] for row in table.rows] == ["block-size=128", "block-size=32, recommended"]
+    assert all(
+        note.startswith(f"{name}: pool ") and "running at the peak" in note
+        for note, name in zip(table.notes, ("block-size=128", "block-size=32"), strict=False)
+    )
     page = html.report(shown)
     assert re.search(r"<h3>normal \(block-size=32\)</h3>", page)
     assert "the spread between restarts is not covered" in page
