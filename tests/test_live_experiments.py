@@ -41,23 +41,34 @@ def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMPARE, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_an_experiment_that_was_killed_goes_on_from_its_finished_cells(tmp_path: Path) -> None:
-    words = [*_sides(F16, F16), "--repeats", "2"]
-    process = subprocess.Popen([*COMPARE, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _kill_in_the_second_repeat(folder: Path, words: list[str]) -> None:
+    """Start an experiment and kill it while the third of its four windows runs."""
+    folder.mkdir()
+    process = subprocess.Popen([*COMPARE, *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            found = list(tmp_path.glob("reports/*/experiment.json"))
-            if found and len(json.loads(found[0].read_text()).get("finished", [])) == 2 and len(list(tmp_path.glob("reports/*/runs/*"))) > 2:
+            found = list(folder.glob("reports/*/experiment.json"))
+            if found and len(json.loads(found[0].read_text()).get("finished", [])) == 2 and len(list(folder.glob("reports/*/runs/*"))) > 2:
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
         process.wait(30)
-    kept = _finished(tmp_path)
-    assert [(cell["repeat"], cell["side"]) for cell in kept] == [(0, "before"), (0, "after")]
-    result = _run(tmp_path, *words, "--resume", str(_session(tmp_path)))
+
+
+def test_an_experiment_that_was_killed_goes_on_from_its_finished_cells(tmp_path: Path) -> None:
+    words = [*_sides(F16, F16), "--repeats", "2"]
+    for attempt in range(3):  # a repeat that a crowded machine made unsound is measured again, and says so: that is another promise
+        folder = tmp_path / str(attempt)
+        _kill_in_the_second_repeat(folder, words)
+        kept = _finished(folder)
+        assert [(cell["repeat"], cell["side"]) for cell in kept] == [(0, "before"), (0, "after")]
+        result = _run(folder, *words, "--resume", str(_session(folder)))
+        if not json.loads((_session(folder) / "experiment.json").read_text()).get("unsound_repeats"):
+            break
+    tmp_path = folder
     cells = _finished(tmp_path)
     assert cells[:2] == kept, "what was finished is not measured again"
     assert "different servers" not in result.stdout, "figures of stored and of new windows are the same figures"

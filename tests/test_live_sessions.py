@@ -86,7 +86,7 @@ def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path
 
 def test_a_quantised_kv_cache_fails_on_quality_and_the_comparison_alone_measures_what_it_needs(tmp_path: Path) -> None:
     sides = ["--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2"]
-    result = _run(tmp_path, *sides, QUIET, "-k", "nothing_worse")
+    result = _run(tmp_path, *sides, QUIET, "--kv-repeats=1", "-k", "nothing_worse")
     assert result.returncode == 1
     assert "Traceback" not in result.stdout
     assert "kvcache: cell 1 of" in result.stdout, "minutes pass before the first test has ended"
