@@ -85,7 +85,7 @@ def test_the_suite_passes_on_the_embedded_engine_and_says_so_everywhere(tmp_path
 
 
 def test_a_quantised_kv_cache_fails_on_quality_and_the_comparison_alone_measures_what_it_needs(tmp_path: Path) -> None:
-    sides = ["--kv-before=llamacpp --kv-type f16 --slots 2", "--kv-after=llamacpp --kv-type q4_0 --slots 2"]
+    sides = ["--kv-before=llamacpp --kv-type f16 --slots 4", "--kv-after=llamacpp --kv-type q4_0 --slots 4"]
     result = _run(tmp_path, *sides, QUIET, "--kv-repeats=1", "-k", "nothing_worse")
     assert result.returncode == 1
     assert "Traceback" not in result.stdout
