@@ -23,13 +23,11 @@ NAMES = (IDLE, PREFILL, DECODE, DRAIN, GAP)
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase over the whole load: its time, how full the pool was in it, and how many tokens a second came out (None: not told)."""
+    """One phase over the whole load: its time, and how full the pool was in it at most (None: not told)."""
 
     name: str
     seconds: float
-    usage_mean: float | None
     usage_peak: float | None
-    output_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,7 @@ def phases(one: Account, seen: Levels, series: Sequence[Series], rows: Rows, win
         mine = code == number
         level = usage[mine & np.isfinite(usage)]
         seconds = float(step[mine].sum())
-        output = made[mine & np.isfinite(made)]
-        rate = float(output.sum() / seconds) if len(output) and seconds > 0 else None
-        found.append(Phase(name, seconds, float(level.mean()) if len(level) else None, float(level.max()) if len(level) else None, rate))
+        found.append(Phase(name, seconds, float(level.max()) if len(level) else None))
         share = float(step[mine & inside].sum()) / total if total > 0 else 0.0
         values[f"phase.{name}"] = (
             Reading(share, "ratio", f"share of {total:.1f} s of the load that the samples speak for")
@@ -100,7 +96,7 @@ def phases(one: Account, seen: Levels, series: Sequence[Series], rows: Rows, win
         reason = Missing(f"requests that are not ours ran and {how}: reading and answering cannot be told apart")
         values.update({"phase.prefill": reason, "phase.decode": reason})
     gaps = sum(span.until_s - span.since_s for span in spans if span.name == GAP)
-    found.append(Phase(GAP, gaps, None, None, None))
+    found.append(Phase(GAP, gaps, None))
     values["prefill.at_peak"] = _at_peak(usage, reading, answering, wall_s >= window.since_s)
     return Phases(tuple(found), spans, values)
 

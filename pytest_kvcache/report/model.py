@@ -296,8 +296,9 @@ def show_interval(gate: GateRecord) -> str:
     """Return the interval that was judged, as text with its unit once; empty where none was."""
     if gate.low is None and gate.high is None:
         return ""
-    low = "" if gate.low is None else show_number(gate.low, gate.unit)
-    high = "" if gate.high is None else show_number(gate.high, gate.unit)
+    whole = gate.unit in {"blocks", "tokens"}  # half a block is none: the ends are told no better than they are
+    low = "" if gate.low is None else show_number(float(math.floor(gate.low)) if whole else gate.low, gate.unit)
+    high = "" if gate.high is None else show_number(float(math.ceil(gate.high)) if whole else gate.high, gate.unit)
     if not low or not high:
         return f"≥ {low}" if low else f"≤ {high}"
     figure, _, unit = low.partition(" ")

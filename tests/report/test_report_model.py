@@ -70,6 +70,7 @@ def test_figures_read_well() -> None:
     assert show_interval(GateRecord("g", "q", "PASS", "", "ratio", low=0.1)) == "≥ 10.0 %"
     assert show_interval(GateRecord("g", "q", "PASS", "", "s", high=0.25)) == "≤ 250 ms"
     assert show_interval(GateRecord("g", "q", "PASS", "")) == ""
+    assert show_interval(GateRecord("g", "q", "PASS", "", "tokens", low=-12.5, high=33.2)) == "-13 to 34 tokens", "no end is told better than it is"
 
 
 def test_a_lane_is_named_once_and_idle_usage_is_a_usage() -> None:
