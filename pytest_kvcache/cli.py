@@ -170,7 +170,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(options.as_here(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        hint = "; what a load or its profile takes is --load-option NAME=VALUE (pytest-kvcache load NAME --show-options lists it)"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if hasattr(arguments, 'kv_load_option') else ''}")
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(arguments.run(arguments))
@@ -194,7 +197,9 @@ def _interrupt(*_: object) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"  {options.one_line(text)}", flush=True)
+    import textwrap
+
+    print("\n".join(textwrap.wrap(options.one_line(text, 600), 98, initial_indent="  ", subsequent_indent="      ")) or "", flush=True)
 
 
 def _session(settings: Settings, **more: Any) -> Session:

@@ -15,6 +15,7 @@ the engine leaves its term out. Only the standard library is used.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +59,13 @@ class Limit:
             return f"{self.key} {self.op} baseline"
         sign = "-" if self.relative == "+" and self.bound < 0 else self.relative
         return f"{self.key} {self.op} baseline {sign} {_number(abs(self.bound) if self.relative == '+' else self.bound)}"
+
+
+def _meant(name: str) -> str:
+    """Return the known quantities that a misspelt or shortened name may mean, as the beginning of a hint; empty where none is near."""
+    family = [known for known in KNOWN if known.startswith(name + ".")]
+    near = family or difflib.get_close_matches(name, KNOWN, 3, 0.75)
+    return f"did you mean {' or '.join(sorted(near)[:4])}? " if near else ""
 
 
 def _number(value: float) -> str:
@@ -187,7 +195,7 @@ class _Parser:
         known = KNOWN.get(name)
         if known is None:
             self.at = start
-            self.fail(f"unknown quantity {name!r}", hint="known: " + ", ".join(sorted(KNOWN)))
+            self.fail(f"unknown quantity {name!r}", hint=_meant(name) + "known: " + ", ".join(sorted(KNOWN)))
         labels = self.labels(name, known)
         op, _ = self.take("op", "one of < <= > >= == !=")
         bound, relative = self.bound(name, known)

@@ -68,6 +68,12 @@ def add_cli_options(add_argument: Callable[..., Any], names: Iterable[str]) -> N
             add_argument(flag(option.name).replace("--kv-", "--"), **_arguments(option))
 
 
+def as_here(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line with pytest's names of options as this one has them, so that a hint can be pasted: ``--kv-resume`` is ``--resume``."""
+    known = {flag(option.name) for option in option_fields()}
+    return ["--" + word.removeprefix("--kv-") if word.partition("=")[0] in known else word for word in words]
+
+
 def settings_from(arguments: argparse.Namespace, **fixed: Any) -> Settings:
     """Return the Settings of a command line; ``fixed`` overrides. Raises UsageError."""
     given = {name[3:]: value for name, value in vars(arguments).items() if name.startswith("kv_") and value is not None}
@@ -87,9 +93,9 @@ def option_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def one_line(text: str) -> str:
-    """Return ``text`` fit for one line of a terminal: control characters out, at most 200 characters."""
-    return "".join(ch if ch.isprintable() else " " for ch in text)[:200]
+def one_line(text: str, most: int = 200) -> str:
+    """Return ``text`` fit for one line of a terminal: control characters out, at most ``most`` characters."""
+    return "".join(ch if ch.isprintable() else " " for ch in text)[:most]
 
 
 if __name__ == "__main__":

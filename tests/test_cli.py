@@ -17,6 +17,7 @@ from pytest_kvcache.cli import build_parser, main
 from pytest_kvcache.load.flags import _LOAD, _SERVER
 from pytest_kvcache.load.flags import flag as load_flag
 from pytest_kvcache.load.runner import profiles
+from pytest_kvcache.options import as_here
 from pytest_kvcache.report.write import write_session
 
 
@@ -214,3 +215,21 @@ def test_the_demo_offers_only_what_it_follows(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     assert "--reports" in told
     assert "--name" not in told, "its session is always called demo"
+
+
+def test_a_hint_in_pytests_words_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_here(["compare", "--kv-repeats=4", "--kv-resume", "x", "--kv-dtype", "--before", "llamacpp --kv-type f16"]) == [
+        "compare", "--repeats=4", "--resume", "x", "--kv-dtype", "--before", "llamacpp --kv-type f16",
+    ]  # fmt: skip
+    assert main(["compare", "--before", "llamacpp", "--after", "llamacpp", "--kv-resume", "gone", "--kv-repeats=4"]) in {2, 3}
+    assert "gone" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refused:
+        main(["load", "normal", "--retries", "2"])
+    assert refused.value.code == 2
+    assert "--load-option NAME=VALUE" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_session_that_was_killed_is_pointed_to_what_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "killed" / "runs").mkdir(parents=True)
+    assert main(["report", str(tmp_path / "killed")]) == 3
+    assert "pytest-kvcache diagnose" in capsys.readouterr().err

@@ -207,3 +207,13 @@ def test_any_text_is_a_condition_or_one_clear_error(text: str) -> None:
         assert error.hint
     else:
         assert parse(condition.text) == condition
+
+
+@pytest.mark.parametrize(("text", "meant"), [("waiting > 0", "waiting.peak"), ("usage.peek < 0.9", "usage.peak"), ("ttft.p59 < 1s", "ttft.p95")])
+def test_a_misspelt_or_shortened_quantity_is_met_with_what_it_may_mean_first(text: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    first, _, rest = caught.value.hint.partition("? known: ")
+    assert first.startswith("did you mean ")
+    assert meant in first
+    assert "usage.peak" in rest

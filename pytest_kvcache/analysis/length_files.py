@@ -127,7 +127,8 @@ def _length(value: Any, where: str) -> int:
         if value.get("kind") == "request" and value.get("outcome") in REFUSED:
             return 0
     if not parts or any(isinstance(part, bool) or not 0 <= part <= LONGEST for part in parts):
-        raise UsageError(f"this line states no length: {str(value)[:80]}", where=where, hint=_HINT)
+        why = "states no length" if not parts else f"states a length that no request has (1 to {LONGEST:,} tokens)"
+        raise UsageError(f"this line {why}: {str(value)[:80]}", where=where, hint=_HINT)
     return sum(parts)
 
 

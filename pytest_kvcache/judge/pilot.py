@@ -133,7 +133,7 @@ def said(choice: RepeatChoice) -> str:
         return f"{choice.repeats} repeats: {what}; an equal candidate then passes with a chance of {CHANCE * 100:.0f} % or more"
     needed = f"{choice.wanted} repeats" if choice.wanted is not None else f"more than {stats.MOST_WINDOWS} repeats"
     if choice.repeats == choice.pilot:
-        less = "a longer window, an open loop or a quieter machine spreads less"
+        less = "longer windows, the same arrivals on both sides (--kv-rate) or a quieter machine spread less"
         return f"no more than {choice.repeats} repeats: {needed} would be needed, which --kv-most-repeats={choice.most} is far from: {what}; {less}"
     rest = f"an equal candidate passes with a chance of at least {choice.chance * 100:.0f} %"
     return f"{choice.repeats} repeats, where {needed} would be needed (--kv-most-repeats cuts them): {what}; {rest}"

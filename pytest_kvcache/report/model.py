@@ -85,7 +85,11 @@ def read_verdict(folder: Path) -> VerdictRecord:
         return decode_record(path.read_bytes(), VerdictRecord, path, "cannot judge: this verdict")
     except OSError as error:
         raise CannotJudge(
-            f"no session is here: {error.strerror or error}", where=str(path), hint="name a session folder; it holds verdict.json"
+            f"no verdict is here: {error.strerror or error}",
+            where=str(path),
+            hint="it ended before a verdict; its Runs are read by pytest-kvcache diagnose and gate"
+            if (folder / "runs").is_dir()
+            else "name a session folder; it holds verdict.json",
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CannotJudge(

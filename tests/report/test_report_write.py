@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_said_plainly(compared: SessionView, 
 @pytest.mark.parametrize(
     ("content", "kind", "words"),
     [
-        (None, CannotJudge, "no session is here"),
+        (None, CannotJudge, "no verdict is here"),
         (b"{", CannotJudge, "cannot be read"),
         (b"[]", UnknownSchema, "schema version None"),
         (b'{"schema_version": 2}', UnknownSchema, "schema version 2"),
