@@ -88,6 +88,7 @@ def test_a_server_that_tells_nothing_of_its_cache_is_not_judged(metrics: str | N
     assert "--kv-engine" in told or "--engine" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -34,6 +34,7 @@ def verdict(pytester: pytest.Pytester) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["-n", "1", "--kv-xdist=lease"]])
 def test_a_deselected_gate_is_listed_and_the_session_is_inconclusive(pytester: pytest.Pytester, more: list[str]) -> None:
     pytester.makepyfile(test_gates=GATES)
@@ -44,6 +45,7 @@ def test_a_deselected_gate_is_listed_and_the_session_is_inconclusive(pytester: p
     assert (found["verdict"], found["deselected"]) == ("INCONCLUSIVE", ["test_gates.py::test_second"])
 
 
+@pytest.mark.slow
 def test_a_session_that_was_broken_off_lists_what_it_did_not_judge(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(test_gates=GATES)
     monkeypatch.setenv("BREAK_OFF", "1")
@@ -56,6 +58,7 @@ def test_a_session_that_was_broken_off_lists_what_it_did_not_judge(pytester: pyt
     result.stdout.no_fnmatch_line("*deselected, not judged*")
 
 
+@pytest.mark.slow
 def test_how_to_go_on_with_an_experiment_is_said_at_the_end(pytester: pytest.Pytester) -> None:
     folder = Path("ré ports/s")
     more = f"""

@@ -108,6 +108,7 @@ def test_the_limit_of_a_pool_is_found_and_is_what_arithmetic_says(tmp_path: Path
     Draft202012Validator(json.loads(schema_text("search"))).validate(json.loads((session.folder / "search.json").read_text()))
 
 
+@pytest.mark.slow
 def test_the_report_of_a_search_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session, _ = _searched(tmp_path)
     session.finish()
@@ -141,6 +142,7 @@ with Killed(resolve({{}}, {{}}, {{}}), folder=Path({folder!r})) as session:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_search_that_was_killed_goes_on_from_its_finished_probes(tmp_path: Path, at: int) -> None:
     folder = tmp_path / "killed"

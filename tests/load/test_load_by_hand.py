@@ -179,6 +179,7 @@ def _check_the_kv_page(page: str, server: str) -> None:
         urllib.request.urlopen(foreign, timeout=10)
 
 
+@pytest.mark.slow
 def test_the_console_says_how_full_the_cache_is_while_a_load_runs(tmp_path: Path) -> None:
     with ScriptedServer(metrics="vllm", itl_s=0.02) as server:
         done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "3", "--kv-output-tokens", "16")
@@ -189,6 +190,7 @@ def test_the_console_says_how_full_the_cache_is_while_a_load_runs(tmp_path: Path
     assert "HTTP Request" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_without_telemetry_is_told_and_does_not_stop_the_load(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         done = run(tmp_path, "normal", "-H", server.url, "--headless", "-t", "3", "--kv-output-tokens", "4")
@@ -196,6 +198,7 @@ def test_a_server_without_telemetry_is_told_and_does_not_stop_the_load(tmp_path:
     assert f"KV {server.url}: cannot judge" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_web_page_listens_on_loopback_starts_loads_and_shows_first_tokens(tmp_path: Path) -> None:
     port = _free_port()
     page = f"http://127.0.0.1:{port}"

@@ -97,6 +97,7 @@ def assert_content(endpoint: Endpoint, folder: Path) -> None:
         assert_exact(press(target, folder / f"own-{api}", "normal", content=str(own)), "given", shared=True)
 
 
+@pytest.mark.slow
 def test_text_of_a_file_and_prompts_of_ones_own_are_counted_to_the_token_on_llamacpp(llamacpp: Endpoint, tmp_path: Path) -> None:
     assert_content(llamacpp, tmp_path)
 

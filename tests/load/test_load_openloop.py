@@ -31,6 +31,7 @@ def press(server: ScriptedServer, folder: Path, *, duration_s: float = 1.0, user
     return result, sorted(read_rows(result.rows_path), key=lambda row: row.id)
 
 
+@pytest.mark.slow
 def test_requests_of_an_open_loop_start_at_their_times_whatever_earlier_ones_do(tmp_path: Path) -> None:
     with ScriptedServer(ttft_s=0.6) as server:
         result, rows = press(server, tmp_path, rate=20, arrivals="constant")
@@ -62,6 +63,7 @@ def test_poisson_arrivals_are_those_of_the_seed_and_a_counted_load_ends_by_its_c
     assert [row.intended_s - begun_s for row in rows] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_cap_that_bites_is_told_and_its_wait_is_part_of_the_latency(tmp_path: Path) -> None:
     with ScriptedServer(ttft_s=0.3) as server:
         result, rows = press(server, tmp_path, rate=20, arrivals="constant", max_in_flight=2)
@@ -75,6 +77,7 @@ def test_a_cap_that_bites_is_told_and_its_wait_is_part_of_the_latency(tmp_path: 
         assert sum(other.sent_s <= row.sent_s < other.end_s for other in rows) <= 2
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_when_an_open_loop_ends_is_cut_off_and_written_down(tmp_path: Path) -> None:
     def slow_down() -> None:
         while not (path := tmp_path / "requests.jsonl").exists() or not path.stat().st_size:
@@ -92,6 +95,7 @@ def test_what_is_in_flight_when_an_open_loop_ends_is_cut_off_and_written_down(tm
     assert read_load(result.rows_path).ends[0].in_flight >= len(rows) - 5
 
 
+@pytest.mark.slow
 def test_stages_of_a_rate_put_requests_where_they_belong(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         result, rows = press(server, tmp_path, duration_s=0, rate=1, arrivals="constant", stages="0.5s:4,0.5s:0,0.5s:40")
@@ -119,6 +123,7 @@ def test_nothing_is_called_sooner_than_due_however_long_the_loop_stood_still() -
     assert called[0] >= due_s
 
 
+@pytest.mark.slow
 def test_stages_of_users_are_followed_by_locust(tmp_path: Path) -> None:
     with ScriptedServer(ttft_s=0.05) as server:
         result, rows = press(server, tmp_path, duration_s=0, users=1, stages="1s:1,3s:4")

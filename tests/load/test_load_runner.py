@@ -93,6 +93,7 @@ def test_the_surroundings_do_not_change_a_load(tmp_path: Path, monkeypatch: pyte
     assert (start.options["users"], start.options["output_tokens"], start.seed) == (2, 8, 1)
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_lengths_and_a_nonce_repeats_prompts(tmp_path: Path) -> None:
     seen = {}
     for name, options in (("a", {"nonce": "x"}), ("b", {"nonce": "x"}), ("c", {})):
@@ -212,6 +213,7 @@ class Own(KvUser):
 """
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_task_is_noted_and_one_that_does_not_end_stops_the_load(tmp_path: Path) -> None:
     profile = tmp_path / "own.py"
     profile.write_text(TASK_FAILS.format(often=1))
@@ -227,6 +229,7 @@ def test_an_exception_in_a_task_is_noted_and_one_that_does_not_end_stops_the_loa
         assert time.monotonic() - began_s < 45
 
 
+@pytest.mark.slow
 def test_what_is_in_flight_at_the_end_is_a_row_and_no_success(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         server.script.itl_s = 0.4
@@ -239,6 +242,7 @@ def test_what_is_in_flight_at_the_end_is_a_row_and_no_success(tmp_path: Path) ->
     assert result.complete
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         server.script.itl_s = 0.2

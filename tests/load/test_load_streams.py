@@ -123,6 +123,7 @@ CASES: dict[str, tuple[list[Step], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [False, True])
 def test_every_answer_has_its_name_and_is_asked_for_once(slow: bool, tmp_path: Path) -> None:
     cases = {name: case for name, case in CASES.items() if (4.0 in case[0]) == slow}

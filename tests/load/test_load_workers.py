@@ -78,6 +78,7 @@ def by_worker(path: Path) -> Counter[str]:
     return Counter(row.worker for row in read_rows(path))
 
 
+@pytest.mark.slow
 def test_rows_of_two_processes_come_together_in_one_file_and_none_twice(tmp_path: Path) -> None:
     with ScriptedServer(itl_s=0.002) as server:
         result = press(server, tmp_path, options={"requests": 41})

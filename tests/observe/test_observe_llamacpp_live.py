@@ -57,6 +57,7 @@ def stream(endpoint: Endpoint) -> list[tuple[float, int]]:
     return came
 
 
+@pytest.mark.slow
 def test_used_tokens_follow_a_known_load(endpoint: Endpoint, tmp_path: Path) -> None:
     dialect = detect_endpoint(endpoint)
     assert dialect.name == "llamacpp"

@@ -28,6 +28,7 @@ def quality_of(kv_type: str, api: str, folder: Path) -> Analysis:
     return analyse(write_run(folder, RunRecord(SCHEMA_VERSION, kv_type, "quality", model="recall")))
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_that_lost_its_memory_fails_and_the_exact_one_passes(tmp_path: Path) -> None:
     exact = quality_of("f16", "completions", tmp_path / "f16")
     lossy = quality_of("q4_0", "completions", tmp_path / "q4_0")
@@ -42,6 +43,7 @@ def test_a_quantised_cache_that_lost_its_memory_fails_and_the_exact_one_passes(t
     assert quality_not_worse([exact], [exact], 0.03).verdict == PASS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_the_chat_api_asks_the_same(kv_type: str, tmp_path: Path) -> None:
     chat = quality_of(kv_type, "chat", tmp_path / kv_type)

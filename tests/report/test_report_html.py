@@ -184,6 +184,7 @@ def test_a_session_without_any_run_still_says_its_verdict(tmp_path: Path) -> Non
     assert "The evidence is unsound: the server did not answer." in page.text
 
 
+@pytest.mark.slow
 def test_a_large_session_stays_under_three_megabytes(single: SessionView) -> None:
     first = single.after[0]
     count = 5_000

@@ -105,6 +105,7 @@ def test_q8_0_recalls_everything(tmp_path: Path) -> None:
         assert {length: served.recalled(length, 8) for length in (64, 256, 1024)} == {64: 8, 256: 8, 1024: 8}
 
 
+@pytest.mark.slow
 def test_q4_0_clearly_fails(tmp_path: Path) -> None:
     with Served(tmp_path, "--kv-type", "q4_0") as served:
         right = sum(served.recalled(length, 8) for length in (64, 256, 1024))

