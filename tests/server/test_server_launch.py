@@ -261,9 +261,8 @@ def test_a_server_that_ignores_term_and_has_children_is_gone_after_stop(tmp_path
 
 
 PARENT = """
-import signal, sys, time
+import sys, time
 from pathlib import Path
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests under nohup lets it be ignored
 from pytest_kvcache.server.launch import launch
 from pytest_kvcache.settings import Settings
 server = launch(sys.argv[1], Settings(ready_timeout_s=15.0, stop_timeout_s=1.0), Path(sys.argv[2]))
