@@ -21,6 +21,8 @@ _TITLES = {
     "latency": "time to last token", "throughput": "output rate", "prefix": "prefix hit rate",
 }  # fmt: skip
 
+_Sides = tuple[list[float], list[float]]
+
 
 def title(quantity: str) -> str:
     """Return what people call a quantity that is compared."""
@@ -76,11 +78,29 @@ class Asked:
         """The margin on the scale on which the values are compared."""
         return stats.scaled_margin(self.margin, lower_is_better=self.higher_is_worse, relative=self.relative)
 
-    def values(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[list[float], list[float]] | Missing:
+    def values(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> _Sides | Missing:
         """Return the value of each window of both sides, or why one, or the margin, is not there.
 
         Peaks and lows are what was polled, joined with what our own request log proves where it does so in every window of both sides.
         """
+        polled = self._polled(before, after)
+        if isinstance(polled, Missing):
+            return polled
+        left, right = self._joined(before, after, polled)
+        if self.tokens_a_block is not None:
+            left, right = ([number * size for number in side] for side, size in zip((left, right), self.tokens_a_block, strict=True))
+        return left, right
+
+    def missed(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> int:
+        """Return in how many windows of both sides the request log proves more than polling saw, so that its figure was taken."""
+        polled = self._polled(before, after)
+        if isinstance(polled, Missing):
+            return 0
+        return sum(
+            value != seen for sides in zip(self._joined(before, after, polled), polled, strict=True) for value, seen in zip(*sides, strict=True)
+        )
+
+    def _polled(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> _Sides | Missing:
         if self.lacking is not None:
             return self.lacking
         left, right = numbers(before, self.quantity), numbers(after, self.quantity)
@@ -88,26 +108,11 @@ class Asked:
             lacking, side = (left, "before") if isinstance(left, Missing) else (right, "after")
             assert isinstance(lacking, Missing)
             return lacking if lacking.cannot_happen else Missing(f"{side} the change: {lacking.reason}")
-        old, new = joined(before, self.quantity, left), joined(after, self.quantity, right)
-        if old is not None and new is not None:  # on one side alone it would be a difference that polling made
-            left, right = old, new
-        if self.tokens_a_block is not None:
-            left, right = ([number * size for number in side] for side, size in zip((left, right), self.tokens_a_block, strict=True))
         return left, right
 
-    def missed(self, before: Sequence[Analysis], after: Sequence[Analysis]) -> int:
-        """Return in how many windows of both sides the request log proves more than polling saw, so that its figure was taken."""
-        values = self.values(before, after)
-        polled = [numbers(before, self.quantity), numbers(after, self.quantity)]
-        if isinstance(values, Missing) or isinstance(polled[0], Missing) or isinstance(polled[1], Missing):
-            return 0
-        sizes = self.tokens_a_block or (1.0, 1.0)
-        return sum(
-            value != seen * size
-            for side, seen_of, size in zip(values, polled, sizes, strict=True)
-            if not isinstance(seen_of, Missing)
-            for value, seen in zip(side, seen_of, strict=True)
-        )
+    def _joined(self, before: Sequence[Analysis], after: Sequence[Analysis], polled: _Sides) -> _Sides:
+        old, new = joined(before, self.quantity, polled[0]), joined(after, self.quantity, polled[1])
+        return polled if old is None or new is None else (old, new)  # on one side alone it would be a difference that polling made
 
     def unit(self, before: Sequence[Analysis]) -> str:
         """Return the unit of the values; windows that have them are given."""
